@@ -44,7 +44,7 @@ from benches.hooked import Hooked, in_ranks
 from benches.peak import Peak
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.changes import equal_bits
-from lowdiff.compressors.selection import MagnitudeSelector
+from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core.layout import torch_dtype
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.sections import encode_sections, read_sections

@@ -241,6 +241,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     pin(cores[:1])
     torch.set_num_threads(1)
     bench = Bench(args, where)
+    bench.turns()  # the replica starts with the first step
     stats = bench.checkpointer.stats()
     for process in (stats["replica_pid"], stats["writer_pid"]):
         pin(cores[1:] or cores, process)

@@ -148,6 +148,16 @@ REPORTED: dict[str, Reported] = {
             lambda found: f"largest error {found['largest_error']:.2f}",
             _of_summary(tables.of_failures),
         ),
+        (
+            "survivors",
+            "bench_survivors",
+            "training goes on after SIGKILL",
+            lambda found: (
+                f"{found['restart_seconds_survivors']:.1f} s, with `torch.save` "
+                f"{found['caught_up_seconds_torch_save']:.1f} s"
+            ),
+            _of_summary(tables.of_survivors),
+        ),
     )
 }
 

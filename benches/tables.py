@@ -310,6 +310,45 @@ def of_tuner(found: Summary) -> str:
     )
 
 
+def of_survivors(found: Summary) -> str:
+    """Table of ``bench_survivors``."""
+    texts = {
+        "torch_save": "torchrun, `torch.save`",
+        "log": "torchrun, log of steps",
+        "replica": "torchrun, replica",
+        "survivors": "torchrun, survivors",
+        "in_process": "in process with a hot spare, survivors",
+    }
+    rows = [
+        [
+            text,
+            f"{found[f'restart_seconds_{arm}']:.1f} s",
+            f"{found[f'lost_steps_{arm}']:.0f}",
+            f"{found[f'caught_up_seconds_{arm}']:.1f} s",
+        ]
+        for arm, text in texts.items()
+        if found[f"restart_seconds_{arm}"] is not None
+    ]
+    shown = table(["", "first step", "steps made again", "first new step"], rows)
+    share = found["training_thread_share"]
+    percents = f"{100 * share:.2f} % of a step of {found['step_seconds']:.2f} s"
+    lines = [
+        shown,
+        (
+            f"On average `torch.save` makes {found['redone_steps_torch_save']:.0f} steps again, here "
+            f"{found['redone_seconds_torch_save']:.1f} s."
+        ),
+        (
+            f"While nothing fails, survivors take {percents} (target {verdict(share, 0.005, '0.5 %')}), "
+            f"with one rank {100 * found['training_thread_share_one_rank']:.2f} %."
+        ),
+    ]
+    in_process = found["restart_seconds_in_process"]
+    if in_process is not None:
+        lines[1] += f" In process, the target is {verdict(in_process, 1.5, '1.5 s')}."
+    return "\n\n".join(lines)
+
+
 def of_failures(found: Summary) -> str:
     """Table of ``bench_failures``."""
     rows: list[tuple[str, str, Callable[[float], str]]] = [

@@ -12,17 +12,14 @@ range (`lane.share`) under the sections ``whole/parameters`` and ``whole/DTYPE``
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.types import Layout
-
-_logger = logging.getLogger(__name__)
 
 #: Factors in the order in which they were applied; empty if the gradient is unchanged.
 Factors = tuple[float, ...]
@@ -147,14 +144,10 @@ class ChangeWarning:
         self._told.update(news)
         specs = [self._layout.parameters[i] for i in news]
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
-        warn(
-            _logger,
-            Code.GRADIENT_CHANGED,
-            "the gradient of %r%s was changed between its exchange and optimizer.step() by more than "
-            "a factor; each such step stores these gradients whole, %s bytes over all ranks. "
-            "Clip with checkpointer.clip_grad_norm_(...) and move other changes into the loss or the "
+        Code.GRADIENT_CHANGED.warn(
+            f"the gradient of {specs[0].name!r}{more} was changed between its exchange and "
+            "optimizer.step() by more than a factor; each such step stores these gradients whole, "
+            f"{sum(spec.nbytes for spec in specs):,} bytes over all ranks. Clip with "
+            "checkpointer.clip_grad_norm_(...) and move other changes into the loss or the "
             "optimizer. This warning appears once per parameter",
-            specs[0].name,
-            more,
-            f"{sum(spec.nbytes for spec in specs):,}",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
 from lowdiff.compressors import Averaged, Dense
 from lowdiff.compressors.dense import mean
-from lowdiff.core.events import Code, log_event, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
@@ -42,8 +41,6 @@ from lowdiff.step.ddp_hook import HookState, registered
 from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Retention, whole_number
-
-_logger = logging.getLogger(__name__)
 
 
 def stats_of(opened: Opened) -> dict[str, Any]:
@@ -622,12 +619,9 @@ class Checkpointer:
         """A notebook's cell run again, say: its old Checkpointer holds the run."""
         earlier = _attached.get(self._key)
         if earlier is not None and earlier._opened is not None:
-            warn(
-                _logger,
-                Code.EARLIER_CLOSED,
-                "%s is still attached in this process; that Checkpointer is closed, without "
-                "committing what it had not",
-                self._settings.run,
+            Code.EARLIER_CLOSED.warn(
+                f"{self._settings.run} is still attached in this process; that Checkpointer is "
+                "closed, without committing what it had not",
             )
             earlier._break_off() if _in_place.get() else earlier._close(failed=True)
 
@@ -662,12 +656,11 @@ class Checkpointer:
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None
-        rank = self._opened.ranks.rank
-        log_event(_logger, logging.INFO, event, f"rank {rank}: {text}", rank=rank, **fields)
+        inform(text, event=event, rank=self._opened.ranks.rank, **fields)
 
     @property
     def _current(self) -> Opened | None:
-        """What runs, if it is attached; every public call passes here.
+        """Return what is attached and runs, if anything is; every public call passes here.
 
         Raises:
             UsageError: In a process that was forked from the one that attached it.

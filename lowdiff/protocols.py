@@ -18,7 +18,7 @@ Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
 
 
 class ResidualStore(Protocol):
-    """Where a reducer keeps what it did not send (error feedback), parameter by parameter."""
+    """Store of what a reducer did not send (error feedback), parameter by parameter."""
 
     @property
     def loss_scale(self) -> Callable[[], float]:
@@ -110,7 +110,7 @@ class Compressor(Protocol):
         ...
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """What its reducers keep in the residual store, from step to step.
+        """Return the layout of what its reducers keep in the residual store, from step to step.
 
         Parameters of ``layout`` keep their index there; what is appended is state of the
         compressor's own, and must have the same value on all ranks.

@@ -1,4 +1,4 @@
-"""What a user chose for a run, checked where it is born."""
+"""A user's choices for a run, checked where they are made."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Settings:
 
     @property
     def staging_root(self) -> Path:
-        """Where staging is looked for."""
+        """Folder that staging is looked for in."""
         return shared_staging_root() if self.staging is None else self.staging
 
     @property

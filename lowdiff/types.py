@@ -89,7 +89,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What must be known to rebuild an optimizer without the training code.
+    """Facts that rebuild an optimizer without the training code.
 
     Attributes:
         class_name: Qualified name, e.g. ``"torch.optim.adamw.AdamW"``.
@@ -150,7 +150,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """What one optimizer did in one step.
+    """One optimizer's part of a step.
 
     Attributes:
         stepped: False when the optimizer was not called, as after a scaler's overflow.
@@ -174,7 +174,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class AverageStep:
-    """What happened to one ``torch.optim.swa_utils.AveragedModel`` in one step.
+    """One step of a ``torch.optim.swa_utils.AveragedModel``.
 
     Attributes:
         updated: Whether it took in the parameters that the step left.
@@ -251,7 +251,7 @@ class EarlierStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Differential:
-    """What turns the state of ``step - 1`` into the state of ``step``, as one rank stores it.
+    """Everything that turns the state of ``step - 1`` into that of ``step``, as one rank stores it.
 
     Attributes:
         step: The step it leads to.

@@ -46,7 +46,7 @@ def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
 
 
 def _setup(fence: Fence) -> tuple[object, ...]:
-    """What two lives share if one goes on with everything that the other had."""
+    """Facts that two lives share if one goes on with everything that the other had."""
     return (fence.stateful, fence.averages, fence.names, fence.world_size, fence.environment)
 
 

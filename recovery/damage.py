@@ -60,7 +60,7 @@ class Finding:
 def judge(
     folder: RunFolder, catalog: Catalog, *, check_all: bool = False
 ) -> tuple[list[Finding], list[Finding]]:
-    """What is damaged, and what only looks unfinished.
+    """Return what is damaged, and what only looks unfinished.
 
     Args:
         folder: The run's folder.
@@ -169,7 +169,7 @@ def lost_after(catalog: Catalog, last: int) -> Finding | None:
 
 
 def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | None:
-    """What is wrong with a segment that a live run's writer may have been at; None if nothing."""
+    """Look again at a segment that a live run's writer may have been at; None if it is whole."""
     if error.offset is None:
         return error
     try:
@@ -296,7 +296,7 @@ def _unfinished_snapshots(folder: RunFolder, catalog: Catalog) -> Iterator[Findi
 
 
 def _place_of(catalog: Catalog, number: int, rank: int, step: int) -> tuple[Path, str]:
-    """Where a missing differential belongs, and what is wrong there."""
+    """Return the place of a missing differential, and what is wrong there."""
     folder = RunFolder(catalog.root)
     broken = [
         (first, path)

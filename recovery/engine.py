@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError, DamagedFile, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read, user_path
 from lowdiff.persistence.format.image import was_removed
@@ -23,8 +22,6 @@ from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.search import Progress, Search
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import whole_number
-
-_logger = logging.getLogger(__name__)
 
 #: A small run is looked at within milliseconds, and may remove its snapshots as fast.
 _LOOKS, _LOOKS_SECONDS = 3, 5.0
@@ -95,7 +92,7 @@ def _recover(
 ) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
-        warn(_logger, Code.RUN_DAMAGED, "%s", printable(finding.message))
+        Code.RUN_DAMAGED.warn(finding.message)
     search = Search(catalog, step, goes_back=step is None)
 
     def act(seen: Catalog) -> RecoveredState:

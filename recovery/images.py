@@ -1,9 +1,8 @@
-"""A state's tensors as those of a snapshot's image, and back."""
+"""A state's tensors as those of a snapshot's image; `recovery/load.py` reads them back."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import IO, Any
@@ -12,7 +11,6 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.core.layout import byte_view, dtype_name, shaped
-from lowdiff.persistence.files.checked_copy import read_in_parallel
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
@@ -21,7 +19,6 @@ from lowdiff.persistence.format.image import (
     ImageTensor,
     PartSums,
     image_header,
-    read_image_header,
 )
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.state import (
@@ -35,8 +32,6 @@ from lowdiff.recovery.state import (
 )
 
 _PIECE_BYTES = 16 << 20
-#: Read at once; larger tensors are a batch of their own.
-_BATCH_BYTES = 64 << 20
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -52,7 +47,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_DTYPES = {code: getattr(torch, name) for name, code in _CODES.items()}
+DTYPES = {code: getattr(torch, name) for name, code in _CODES.items()}
 
 
 def holds(dtype: torch.dtype) -> bool:
@@ -94,7 +89,7 @@ def aligned_tensors(state: RecoveredState) -> Iterator[tuple[str, str, torch.Ten
 
 
 def other_numbers(state: RecoveredState) -> list[dict[str, dict[str, Any]]]:
-    """What each optimizer keeps beside those tensors, by parameter."""
+    """Return all that each optimizer keeps beside those tensors, by parameter."""
     numels = {spec.name: spec.numel for spec in state.fence.layout.parameters}
     return [
         {
@@ -155,79 +150,6 @@ def write_image(
         sums.add(piece)
         size += file.write(piece)
     return size, checksum, tuple(sums.found)
-
-
-class ImageReader:
-    """Reads an image, or those of its tensors that are wanted, once and by several threads."""
-
-    def __init__(
-        self,
-        descriptor: int,
-        num_threads: int,
-        *,
-        first: Callable[[str], bool],
-        wanted: Callable[[str], bool] = lambda _: True,
-        parts: Sequence[int] | None = None,
-    ) -> None:
-        """Read the header.
-
-        Args:
-            descriptor: Of the open file.
-            num_threads: That read at once.
-            first: Whether a tensor of that name is to come before those that are not.
-            wanted: Whether a tensor of that name is read at all.
-            parts: What a manifest says of header and tensors; None if nothing does.
-
-        Raises:
-            OSError: If the file cannot be read.
-            EOFError, ValueError, LookupError, TypeError: If it is no image, or another one.
-        """
-        self._header = read_image_header(descriptor)
-        self._descriptor = descriptor
-        self._num_threads = num_threads
-        self._is_first, self._is_wanted = first, wanted
-        self._sums: Mapping[str, int] = {}
-        if parts is not None:
-            self._compare(parts[:1], [self._header.checksum])
-            names = (entry.name for entry in self._header.entries)
-            self._sums = dict(zip(names, parts[1:], strict=True))
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, each in memory of its own, and few of them before they are asked for.
-
-        Raises:
-            OSError: If the file cannot be read.
-            EOFError, LookupError, ValueError: If it is no image, or another one.
-        """
-        for is_first in (True, False):
-            offset = self._header.bytes
-            batch: list[ImageEntry] = []
-            batch_bytes = 0
-            for entry in self._header.entries:
-                is_wanted = self._is_wanted(entry.name) and self._is_first(entry.name) == is_first
-                if not is_wanted or batch_bytes + entry.nbytes > _BATCH_BYTES:
-                    yield from self._read(batch, offset - batch_bytes)
-                    batch, batch_bytes = [], 0
-                if is_wanted:
-                    batch.append(entry)
-                    batch_bytes += entry.nbytes
-                offset += entry.nbytes
-            yield from self._read(batch, offset - batch_bytes)
-
-    def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = deque(torch.empty(e.shape, dtype=_DTYPES[e.dtype], device="cpu") for e in batch)
-        parts = [byte_view(tensor) if tensor.numel() else memoryview(b"") for tensor in tensors]
-        found = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
-        del parts
-        if self._sums:
-            self._compare([self._sums[entry.name] for entry in batch], found)
-        for entry in batch:
-            yield entry.name, tensors.popleft()
-
-    @staticmethod
-    def _compare(told: Sequence[int], found: Sequence[int]) -> None:
-        if list(told) != list(found):
-            raise ValueError("other bytes than were written")
 
 
 def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +14,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lowdiff.core.events import Code, warn
-from lowdiff.core.layout import flat, flat_like
+from lowdiff.core.events import Code
+from lowdiff.core.layout import byte_view, flat, flat_like
 from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.checked_copy import read_in_parallel
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
     RESIDUAL,
     SCALARS,
+    ImageEntry,
     Manifest,
     check_shard,
+    read_image_header,
     shard_file,
 )
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.run.catalog import SnapshotSet
 from lowdiff.persistence.run.frozen_parameters import check_constants
-from lowdiff.recovery.images import ImageReader
+from lowdiff.recovery.images import DTYPES
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,
@@ -42,15 +45,15 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.types import Fence, ParameterSpec
 
-_logger = logging.getLogger(__name__)
-
+#: Read at once; larger tensors are a batch of their own.
+_BATCH_BYTES = 64 << 20
 #: What reading tensors and scalars raises where they are not those of a snapshot.
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a snapshot one of the ranks that recover together reads.
+    """Part of a snapshot that one of the ranks that recover together reads.
 
     Attributes:
         parameters: Names of those that it reads, with their optimizer state and averages.
@@ -110,7 +113,7 @@ def empty_state(step: int, fence: Fence) -> RecoveredState:
 
 
 def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
-    """What one rank's image holds, without the frozen parameters that are stored apart.
+    """Read one rank's image, without the frozen parameters that are stored apart.
 
     Raises:
         DamagedFile: If it is no image.
@@ -130,14 +133,14 @@ def _checked(
         why = f"{error!r:.200}"
     # Not in the clause above, whose error holds on to what was read.
     check_shard(folder, manifest)  # says what is wrong with the bytes
-    warn(_logger, Code.FILE_MISREAD, "%s was misread (%s); reading it once more", path, why)
+    Code.FILE_MISREAD.warn(f"{path} was misread ({why}); reading it once more")
     with or_damaged(path):
         return _read(path, manifest.step, fence, manifest, num_threads, share)
 
 
 @contextmanager
 def or_damaged(path: Path) -> Iterator[None]:
-    """Whatever reading an image raises is told as damage of its file.
+    """Raise whatever reading an image raises as damage of its file.
 
     Raises:
         DamagedFile: Instead of that.
@@ -224,6 +227,79 @@ def _read(
     return state
 
 
+class ImageReader:
+    """Reads an image, or those of its tensors that are wanted, once and by several threads."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        num_threads: int,
+        *,
+        first: Callable[[str], bool],
+        wanted: Callable[[str], bool] = lambda _: True,
+        parts: Sequence[int] | None = None,
+    ) -> None:
+        """Read the header.
+
+        Args:
+            descriptor: Of the open file.
+            num_threads: That read at once.
+            first: Whether a tensor of that name is to come before those that are not.
+            wanted: Whether a tensor of that name is read at all.
+            parts: What a manifest says of header and tensors; None if nothing does.
+
+        Raises:
+            OSError: If the file cannot be read.
+            EOFError, ValueError, LookupError, TypeError: If it is no image, or another one.
+        """
+        self._header = read_image_header(descriptor)
+        self._descriptor = descriptor
+        self._num_threads = num_threads
+        self._is_first, self._is_wanted = first, wanted
+        self._sums: Mapping[str, int] = {}
+        if parts is not None:
+            self._compare(parts[:1], [self._header.checksum])
+            names = (entry.name for entry in self._header.entries)
+            self._sums = dict(zip(names, parts[1:], strict=True))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, each in memory of its own, and few of them before they are asked for.
+
+        Raises:
+            OSError: If the file cannot be read.
+            EOFError, LookupError, ValueError: If it is no image, or another one.
+        """
+        for is_first in (True, False):
+            offset = self._header.bytes
+            batch: list[ImageEntry] = []
+            batch_bytes = 0
+            for entry in self._header.entries:
+                is_wanted = self._is_wanted(entry.name) and self._is_first(entry.name) == is_first
+                if not is_wanted or batch_bytes + entry.nbytes > _BATCH_BYTES:
+                    yield from self._read(batch, offset - batch_bytes)
+                    batch, batch_bytes = [], 0
+                if is_wanted:
+                    batch.append(entry)
+                    batch_bytes += entry.nbytes
+                offset += entry.nbytes
+            yield from self._read(batch, offset - batch_bytes)
+
+    def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = deque(torch.empty(e.shape, dtype=DTYPES[e.dtype], device="cpu") for e in batch)
+        parts = [byte_view(tensor) if tensor.numel() else memoryview(b"") for tensor in tensors]
+        found = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
+        del parts
+        if self._sums:
+            self._compare([self._sums[entry.name] for entry in batch], found)
+        for entry in batch:
+            yield entry.name, tensors.popleft()
+
+    @staticmethod
+    def _compare(told: Sequence[int], found: Sequence[int]) -> None:
+        if list(told) != list(found):
+            raise ValueError("other bytes than were written")
+
+
 def merge(state: RecoveredState, share: RecoveredState) -> None:
     """Add what one rank holds to a state. Its tensors become the state's."""
     state.parameters |= share.parameters
@@ -253,7 +329,7 @@ def add_numbers(
 def place_of(
     state: RecoveredState, full_name: str, parameters: Container[str]
 ) -> tuple[dict[str, Any], str, str]:
-    """Where in a state a tensor of an image belongs: the mapping, its key, and the parameter.
+    """Return the place of an image's tensor in a state: the mapping, its key, and the parameter.
 
     Raises:
         KeyError: If there is no such place.
@@ -291,7 +367,7 @@ def _is_item(name: str) -> bool:
 
 
 def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
-    """What ``INDEX/PARAMETER/KEY`` names: which optimizer, and which entry of a parameter's state.
+    """Parse ``INDEX/PARAMETER/KEY``: which optimizer, and which entry of a parameter's state.
 
     Parameters and keys may have slashes in their names; of two ways to read one, the longer name of a
     parameter counts.

@@ -9,7 +9,7 @@ from itertools import groupby
 from lowdiff.errors import StepNotFound
 from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
-from lowdiff.persistence.run.lineage import Span, lineage
+from lowdiff.persistence.run.fences import Span, lineage
 from lowdiff.persistence.run.records import RankRecords, reach
 
 

@@ -7,29 +7,29 @@ the same next one, until one serves on every rank.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code
+from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.recovery.load import Share, load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
+from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
-from lowdiff.recovery.shares import share_of
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-
-_logger = logging.getLogger(__name__)
+from lowdiff.types import Fence
 
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
@@ -79,7 +79,7 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | RecoveryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """What one attempt found on the way, so that the next one goes around it.
+    """Damage that one attempt found on the way, so that the next one goes around it.
 
     Attributes:
         memory: Whether what replicas left in memory cannot be used.
@@ -197,8 +197,7 @@ class Search:
             if self.goal == self._step:
                 raise error from None
             plan = plan_best(self.catalog, self._step)
-            text = "%s; going back to step %d"
-            warn(_logger, Code.NEWEST_STEP_LOST, text, printable(str(error)), plan.step)
+            Code.NEWEST_STEP_LOST.warn(f"{error}; going back to step {plan.step}")
         self.goal = plan.step
         return plan
 
@@ -258,7 +257,7 @@ class Search:
                 unreadable = (str(error.path), error.what) if error.is_unreadable else None
                 setback = Setback(snapshot=(base.incarnation, base.step), unreadable=unreadable)
                 where = "an older snapshot"
-        warn(_logger, Code.RECOVERY_WENT_BACK, "%s; going back to %s", printable(why), where)
+        Code.RECOVERY_WENT_BACK.warn(f"{why}; going back to {where}")
         return setback
 
     def _learn(self, setbacks: Sequence[Setback]) -> None:
@@ -318,7 +317,7 @@ def carry_out(
         what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
         raise DamagedFile(catalog.root, what) from error
     # Not in the clause above, and not with the error itself, which holds on to the first state.
-    warn(_logger, Code.REPLAYED_WHOLE, "%s; replaying whole tensors instead of blocks", why)
+    Code.REPLAYED_WHOLE.warn(f"{why}; replaying whole tensors instead of blocks")
     if options.movements is not None:
         options.movements.clear()
     return carry_out(catalog, plan, replace(options, whole=True), share)
@@ -347,3 +346,43 @@ def _carry_out(
     state = replay(state, plan.steps, fences.__getitem__, options)
     state.move(torch.device("cpu"))
     return state
+
+
+def share_of(
+    rank: int, world_size: int, plan: RecoveryPlan, fences: Mapping[int, Fence]
+) -> Share | None:
+    """One rank's share of a recovery; None if it has to do all of it.
+
+    Parameters are divided as those of a snapshot are, so that a rank of as many as there were reads its
+    own shard. What an optimizer that couples tensors steps cannot be divided: every rank replays that.
+
+    Args:
+        rank: Of the ranks that recover.
+        world_size: How many recover together.
+        plan: The way to the step.
+        fences: Incarnation number -> its fence.
+    """
+    if world_size == 1:
+        return None
+    fence = fences[plan.incarnation]
+    specs = fence.layout.parameters
+    names = {specs[i].name for i in shares_of(fence.layout, world_size)[rank]}
+    if plan.steps:
+        coupling = (spec for spec in fence.optimizers if granularity(spec) == "whole")
+        coupled = {name for spec in coupling for group in spec.groups for name in group}
+        # Groups hold frozen parameters, too, which no image has.
+        names.update(spec.name for spec in specs if spec.name in coupled)
+    lives = [number for number, _ in groupby(step.incarnation for step in plan.steps)]
+    sizes = [fences[number].world_size for number in (plan.base.incarnation, *lives)]
+    return Share(
+        parameters=frozenset(names),
+        items=_source(rank, sizes),
+        residual=rank if {sizes[0], sizes[-1]} == {world_size} else None,
+    )
+
+
+def _source(rank: int, sizes: list[int]) -> int:
+    """The rank of the first life with whose items a rank goes on, over lives of these sizes."""
+    for size in reversed(sizes):
+        rank %= size
+    return rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,14 +9,11 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode
+from lowdiff.persistence.format.values import BadEncoding, decode
 from lowdiff.types import Differential, Fence, ItemRef
-
-_logger = logging.getLogger(__name__)
 
 #: Prefixes of item names; the rest of the name is the buffer's or the object's.
 BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
@@ -157,7 +153,7 @@ class RecoveredState:
         return tensor
 
     def model_state_dict(self, rank: int = 0) -> dict[str, Any]:
-        """What ``model.state_dict()`` was, with the buffers and extra states of ``rank``.
+        """Return ``model.state_dict()`` as it was, with the buffers and extra states of ``rank``.
 
         Under keys that end in ``_extra_state`` is what a module gave as ``get_extra_state()``, with its
         tensors on the CPU; all else is tensors.
@@ -191,7 +187,7 @@ class RecoveredState:
             raise DamagedFile(EXTRA_ITEM, f"not the states of modules ({error!r})") from error
 
     def optimizer_state_dict(self, index: int = 0) -> dict[str, Any]:
-        """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
+        """Return ``optimizer.state_dict()`` as it was, for the ``index``-th attached optimizer."""
         spec = self.fence.optimizers[index]
         recovered = self.optimizers[index]
         if len(spec.groups) != len(recovered.groups):
@@ -345,11 +341,8 @@ def refuse_lost_objects(state: RecoveredState, fences: Sequence[Fence]) -> None:
     generators = {name for items in state.items for name in items if name.startswith(RNG_ITEM)}
     unknown = [rank for rank, items in enumerate(state.items) if generators - items.keys()]
     if unknown:
-        warn(
-            _logger,
-            Code.GENERATORS_MISSING,
-            "step %d goes without some random generators of rank(s) %s, which joined after the "
-            "snapshot that it is rebuilt from: they are those that the scripts seed",
-            state.step,
-            ", ".join(map(str, unknown)),
+        Code.GENERATORS_MISSING.warn(
+            f"step {state.step} goes without some random generators of rank(s) "
+            f"{', '.join(map(str, unknown))}, which joined after the snapshot that it is rebuilt "
+            "from: they are those that the scripts seed",
         )

@@ -1,4 +1,4 @@
-"""Costs of checkpointing and failures, term by term (docs/tuning.md lists each with its unit).
+"""Costs of checkpointing and failures, estimated and term by term (docs/tuning.md lists each with its unit).
 
 Two numbers are chosen: ``f`` steps between full snapshots and ``b`` differentials per durable
 write. Waste is in seconds per second of useful training. Useful training is the time that the same
@@ -8,10 +8,66 @@ steps would take without checkpoints and failures.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.failures import FailureRates
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimate of a quantity, in the caller's unit.
+
+    Attributes:
+        median: The middle observation.
+        low: First decile.
+        high: Ninth decile.
+        count: Number of observations; 0 for a value that was not measured.
+        source: ``"measured"``, ``"given"`` or ``"assumed"``.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+    source: str = "measured"
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Estimate | None:
+        """Return the estimate of some observations; None without any."""
+        if not samples:
+            return None
+        low, median, high = np.quantile(np.asarray(samples, dtype=np.float64), [0.1, 0.5, 0.9])
+        return cls(float(median), float(low), float(high), len(samples))
+
+    @classmethod
+    def stated(cls, value: float) -> Estimate:
+        """Return a value that the user stated, or that follows from stated values alone."""
+        return cls(value, value, value, 0, "given")
+
+    @classmethod
+    def assumed(cls, value: float) -> Estimate:
+        """Return a value that was neither measured nor stated."""
+        return cls(value, value, value, 0, "assumed")
+
+
+def slope_and_intercept(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
+    """Fit a line through points, of which up to 29 % may be outliers; None if all share one x.
+
+    Reference: Theil (1950), Sen (1968): the median of the slopes between all pairs.
+    """
+    x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[first] != x[second]
+    first, second = first[apart], second[apart]
+    if not len(first):
+        return None
+    slope = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+    return slope, float(np.median(y - slope * x))
+
 
 #: Age and size at which the writer ends a segment; a store receives a segment as a whole.
 _SEGMENT_SECONDS, _SEGMENT_BYTES = 10.0, 16 << 20
@@ -80,6 +136,11 @@ def without_residual(costs: Costs) -> Costs:
         load_seconds=share * costs.load_seconds,
         residual_bytes=0.0,
     )
+
+
+def snapshot_write_seconds(costs: Costs) -> float:
+    """Return the time to write one rank's share of a snapshot durably: ``L + S/W``."""
+    return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)

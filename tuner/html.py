@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from lowdiff.tuner import charts
-from lowdiff.tuner.facts import basis, facts
-from lowdiff.tuner.report import Report
+from lowdiff.tuner.report import (
+    STRATEGY_HEADS,
+    Report,
+    basis,
+    facts,
+    published_text,
+    strategy_cells,
+)
 
 _STYLE = """
 :root { --page: #fdfdfc; --ink: #1c2733; --muted: #5d6b79; --line: #d9dfe5; --box: #f2f5f7;
@@ -90,6 +96,7 @@ def html_page(report: Report) -> str:
                 for found in report.sensitivities
             ),
         ),
+        _side_by_side(report),
         _strategies(report),
         _costs(report),
         _decisions(report),
@@ -115,17 +122,24 @@ def _heat_map(report: Report) -> str:
     return _section("Wasted time over both settings", text + charts.heat_map(report))
 
 
+def _side_by_side(report: Report) -> str:
+    found = report.side_by_side
+    if found is None:
+        return ""
+    table = _table(STRATEGY_HEADS, [strategy_cells(row) for row in found.rows])
+    return _section(
+        "Strategies side by side",
+        "<p>Overhead is per second of training. What a failure takes and a restart are averages; bytes are "
+        f'those on local disks, of all ranks.</p><div class="wide">{table}</div>'
+        f"<p>{escape(published_text(found.published))}</p>",
+    )
+
+
 def _strategies(report: Report) -> str:
     if not report.simulated:
         return ""
-    keys = "".join(
-        _swatch(css, name)
-        for css, name in (
-            ("stalls", "saving"),
-            ("recovering", "recovering"),
-            ("lost", "done again"),
-        )
-    )
+    shown = {"stalls": "saving", "recovering": "recovering", "lost": "done again"}
+    keys = "".join(_swatch(css, name) for css, name in shown.items())
     text = (
         "<p>Share of the time that is wasted, simulated under the same failures with the costs below; "
         f"{report.simulated[0].failures:.0f} failures in each run.</p><p>{keys}</p>"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.costs import Costs
-from lowdiff.tuner.estimates import Estimate, slope_and_intercept
+from lowdiff.tuner.costs import Costs, Estimate, slope_and_intercept
 from lowdiff.tuner.failures import KINDS, FailureHistory
 
 #: Number of recent samples used. Storage changes, so only recent behaviour counts; with this many

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lowdiff.errors import ConfigError
-from lowdiff.tuner.costs import Costs
-from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.costs import Costs, Estimate
 from lowdiff.tuner.measured import ASSUMED_REPLAY_SECONDS_PER_ELEMENT, Measured
 
 #: float32 tensors of a parameter's size that an optimizer keeps.

@@ -1,9 +1,12 @@
-"""Make one report for a run or a plan: a plain value, which terminal, JSON and HTML show alike."""
+"""Make one report for a run or a plan: a plain value, which terminal, JSON and HTML show alike.
+
+`facts` and `basis` are its figures as text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,18 +23,20 @@ from lowdiff.tuner.choice import (
 )
 from lowdiff.tuner.costs import (
     Costs,
+    Estimate,
     Waste,
     effective_share,
+    lost_steps,
     recovery_seconds,
+    store_lag_steps,
     store_share,
     waste,
     writer_share,
 )
-from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.failures import FailureRates, Rate
-from lowdiff.tuner.paper import published_choice
+from lowdiff.tuner.side_by_side import Assumptions, Published, Row, SideBySide, side_by_side
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
-from lowdiff.tuner.strategies import alternatives, lowdiff
+from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 #: Batch sizes of the heat map: powers of 2 up to the largest that is ever chosen.
@@ -39,6 +44,8 @@ _BATCHES = tuple(1 << level for level in range(MAX_BATCH.bit_length()))
 _INTERVAL_CELLS = 25
 #: Number of failures in the simulated time: enough for three digits in a fraction of a second.
 _FAILURES, _TRIALS = 400, 64
+#: Mean time between failures beyond which a job counts as one that never fails.
+_NEVER_SECONDS = 1e12
 _FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -56,6 +63,7 @@ class Question:
         network_bytes_per_second: One rank's share of its node's bandwidth, for Gemini's copies.
         current: Current setting of the run; None for a plan.
         failure_shape: Weibull shape of the simulated failures.
+        assumptions: What the table of strategies assumes.
         known_warnings: Warnings that are known before anything is computed.
         assumed_because: Reason why costs are assumed, if any are.
         decisions: Decisions of the online policy, oldest first.
@@ -70,6 +78,7 @@ class Question:
     network_bytes_per_second: float
     current: Setting | None = None
     failure_shape: float = 1.0
+    assumptions: Assumptions = field(default_factory=Assumptions)
     known_warnings: tuple[str, ...] = ()
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
@@ -120,6 +129,7 @@ class Report:
         published: The published model's choice in this framework's units.
         published_waste: Waste of lowdiff with that setting; LowDiff as published is in `simulated`.
         simulated: The recommended setting first, then the alternatives, best first.
+        side_by_side: ``torch.save`` and lowdiff's strategies; None for a job that never fails.
         bytes_per_day: Bytes that all ranks write in a day.
         stored_bytes: Most bytes that the run folder holds.
         warnings: Warnings in plain words.
@@ -134,6 +144,7 @@ class Report:
     heat_map: HeatMap
     sensitivities: tuple[Sensitivity, ...]
     simulated: tuple[Simulated, ...]
+    side_by_side: SideBySide | None
     bytes_per_day: float
     stored_bytes: float
     warnings: tuple[str, ...]
@@ -169,6 +180,11 @@ class Report:
                 }
                 for found in self.simulated
             ],
+            "side_by_side": self.side_by_side
+            and {
+                "assumptions": asdict(question.assumptions),
+                **asdict(self.side_by_side),
+            },
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),
@@ -204,6 +220,7 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
         sensitivities=_sensitivities(question, choice.setting),
         simulated=simulated,
+        side_by_side=_side_by_side(question, choice.setting),
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
         warnings=(*_warnings(question, choice), *_better(simulated)),
@@ -223,27 +240,13 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
     points = [setting.snapshot_every for setting in shown]
     low, high = max(1, min(points) // 6), max(points) * 6
     intervals = np.unique(np.rint(np.geomspace(low, high, _INTERVAL_CELLS)).astype(int)).tolist()
-    rows = 1 + next(
-        (
-            row
-            for row, b in enumerate(_BATCHES)
-            if b >= 4 * max(setting.batch_size for setting in shown)
-        ),
-        len(_BATCHES) - 1,
-    )
+    most = 4 * max(setting.batch_size for setting in shown)
+    rows = next((row for row, b in enumerate(_BATCHES, 1) if b >= most), len(_BATCHES))
     batches = _BATCHES[: max(rows, 5)]
-    costs, rates = question.costs, question.rates
-    return HeatMap(
-        tuple(intervals),
-        batches,
-        tuple(
-            tuple(waste(costs, rates, f, b).seconds_per_hour for f in intervals) for b in batches
-        ),
-        tuple(
-            tuple(is_allowed(costs, question.limits, Setting(f, b)) for f in intervals)
-            for b in batches
-        ),
-    )
+    costs, rates, limits = question.costs, question.rates, question.limits
+    wasted = [[waste(costs, rates, f, b).seconds_per_hour for f in intervals] for b in batches]
+    allowed = [[is_allowed(costs, limits, Setting(f, b)) for f in intervals] for b in batches]
+    return HeatMap(tuple(intervals), batches, tuple(map(tuple, wasted)), tuple(map(tuple, allowed)))
 
 
 def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, ...]:
@@ -300,26 +303,33 @@ def _sensitivity(
 def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated, ...]:
     """Simulate all strategies under one trace of failures."""
     costs, rates = question.costs, question.rates
-    if rates.total.mtbf_seconds > 1e12:
+    if rates.total.mtbf_seconds > _NEVER_SECONDS:
         return ()
     model = replace(FailureModel.of(rates), shape=question.failure_shape)
     horizon = _FAILURES * rates.total.mtbf_seconds
     rng = np.random.default_rng(seed)
     trace = trace_for(model, horizon_seconds=horizon, trials=_TRIALS, rng=rng)
-    found = [
+    network = question.network_bytes_per_second
+    others = alternatives(
+        costs, rates, num_nodes=question.num_nodes, network_bytes_per_second=network
+    )
+    own, *found = (
         simulate(strategy, trace, useful_step_seconds=costs.step_seconds, horizon_seconds=horizon)
-        for strategy in (
-            lowdiff(costs, setting),
-            *alternatives(
-                costs,
-                rates,
-                num_nodes=question.num_nodes,
-                network_bytes_per_second=question.network_bytes_per_second,
-            ),
-        )
-    ]
-    others = sorted(found[1:], key=lambda one: -one.effective_share)
-    return found[0], *others
+        for strategy in (lowdiff(costs, setting), *others)
+    )
+    return own, *sorted(found, key=lambda one: -one.effective_share)
+
+
+def _side_by_side(question: Question, setting: Setting) -> SideBySide | None:
+    if question.rates.total.mtbf_seconds > _NEVER_SECONDS:
+        return None
+    return side_by_side(
+        question.costs,
+        question.rates,
+        setting,
+        question.assumptions,
+        num_nodes=question.num_nodes,
+    )
 
 
 def _better(simulated: Sequence[Simulated]) -> list[str]:
@@ -387,3 +397,117 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
             f"training it ({readable_seconds(costs.step_seconds)})"
         )
     return found
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return the figures that a reader wants first, as text."""
+    question, setting = report.question, report.choice.setting
+    costs, rates = question.costs, question.rates
+    f, b = setting.snapshot_every, setting.batch_size
+    process, node = lost_steps(costs, f, b)
+    now = []
+    if question.current is not None and report.current_waste is not None:
+        now = [("current", _wasting(question.current, report.current_waste))]
+    stored = f"up to {readable_bytes(report.stored_bytes)}, all ranks"
+    published = _wasting(report.published, report.published_waste)
+    return [
+        ("recommended", _named(setting)),
+        *now,
+        ("wasted", f"{report.choice.waste.seconds_per_hour:.1f} s per hour of training"),
+        ("effective training time", f"{report.effective:.2%}"),
+        ("a failure every", _time_between(rates.total)),
+        ("a failure takes", f"{readable_seconds(recovery_seconds(costs, f, b))} to recover from"),
+        ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
+        *_store_facts(costs, f, b),
+        ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
+        ("stored", f"{stored}, {_kept(question.limits.kept_snapshots)}"),
+        ("lowdiff with the published model's setting", published),
+    ]
+
+
+def _named(setting: Setting) -> str:
+    return f"snapshot_every = {setting.snapshot_every:,}, batch_size = {setting.batch_size}"
+
+
+def _wasting(setting: Setting, waste: Waste) -> str:
+    return f"{_named(setting)}: {waste.seconds_per_hour:.1f} s wasted per hour"
+
+
+def _time_between(failures: Rate) -> str:
+    mean, low, high = (
+        readable_seconds(value)
+        for value in (failures.mtbf_seconds, failures.low_seconds, failures.high_seconds)
+    )
+    if failures.low_seconds == failures.high_seconds:
+        return f"{mean} (given)"
+    return f"{mean} (90 %: {low} to {high}; {failures.failures} seen)"
+
+
+def _kept(snapshots: int) -> str:
+    if snapshots == 1:
+        return "with the newest snapshot kept"
+    return f"with the {snapshots} newest snapshots kept"
+
+
+def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
+    if not costs.store_bytes_per_second:
+        return []
+    share = store_share(costs, f, b)
+    if share >= 1:
+        return [("in the store", "ever later: it takes less than the run writes")]
+    lag = store_lag_steps(costs, f, b)
+    return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
+
+
+#: Heads of the table of strategies.
+STRATEGY_HEADS = (
+    "strategy",
+    "overhead",
+    "lost per failure",
+    "restart",
+    "written a day",
+    "wasted",
+    "",
+)
+
+
+def strategy_cells(row: Row) -> tuple[str, ...]:
+    """Return one strategy's figures as text, in the order of `STRATEGY_HEADS`."""
+    return (
+        row.name,
+        f"{row.overhead_share:.2%}",
+        readable_seconds(row.lost_seconds),
+        readable_seconds(row.restart_seconds),
+        readable_bytes(row.bytes_per_day),
+        f"{row.wasted_share:.3%}",
+        row.detail,
+    )
+
+
+def published_text(found: Published) -> str:
+    """Return what the model of Gupta et al. says, as a sentence."""
+    return (
+        f"By the model of Gupta et al. (EuroSys 2024) this job would waste {found.periodic:.3%} with "
+        f"periodic checkpoints, {found.user_level:.3%} with just-in-time ones at user level, and "
+        f"{found.transparent:.3%} with transparent ones."
+    )
+
+
+def basis(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return the basis of the answer as text: cost, median, middle 80 % if known, and source."""
+    return [
+        (
+            name.replace("_", " "),
+            _cost(name, found.median),
+            f"{_cost(name, found.low)} to {_cost(name, found.high)}" if found.count > 1 else "",
+            f"measured {found.count} times" if found.count > 1 else found.source,
+        )
+        for name, found in report.question.estimates.items()
+    ]
+
+
+def _cost(name: str, value: float) -> str:
+    # The cost's name ends with its unit.
+    if name.endswith("bytes_per_second"):
+        return f"{readable_bytes(value)}/s"
+    return readable_bytes(value) if name.endswith("bytes") else readable_seconds(value)

@@ -15,11 +15,13 @@ from lowdiff.tuner.costs import (
     Costs,
     batch_seconds,
     loop_seconds,
+    snapshot_write_seconds,
     without_residual,
 )
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.paper import published_choice
 
+#: Largest number of steps; an optimum beyond it is out of every run's reach.
+_MAX_STEPS = 10**9
 #: Overhead that CheckFreq's tuner allows for checkpoints, as in its paper.
 _CHECKFREQ_BUDGET = 0.035
 #: Interval at which Gemini and just-in-time also save to storage, for failures that take all
@@ -113,7 +115,7 @@ def no_checkpoints(costs: Costs) -> Strategy:
 
 def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
     """Model full snapshots at the Young/Daly interval; training stops while the state is written."""
-    write = _write_seconds(costs) + costs.snapshot_seconds
+    write = snapshot_write_seconds(costs) + costs.snapshot_seconds
     interval = _young_daly(write, rates.total.mtbf_seconds, costs.step_seconds)
     saved = Recovery(interval, 0.0, costs.restart_seconds + costs.load_seconds)
     detail = _every(interval)
@@ -123,8 +125,10 @@ def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
 def checkfreq(costs: Costs) -> Strategy:
     """Model CheckFreq: training waits for a copy only, as often as 3.5 % overhead allow."""
     budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
-    interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
-    saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
+    interval = max(1, math.ceil(max(budget, snapshot_write_seconds(costs) / costs.step_seconds)))
+    saved = Recovery(
+        interval, snapshot_write_seconds(costs), costs.restart_seconds + costs.load_seconds
+    )
     detail = _every(interval)
     return Strategy(
         "CheckFreq", detail, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
@@ -149,7 +153,7 @@ def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
 
 def just_in_time(costs: Costs, *, num_nodes: int) -> Strategy:
     """Model just-in-time: surviving replica ranks save after a failure; storage is the fallback."""
-    save = costs.restart_seconds + _write_seconds(costs) + costs.load_seconds
+    save = costs.restart_seconds + snapshot_write_seconds(costs) + costs.load_seconds
     survivors, storage = Recovery(1, 0.0, save), _fallback(costs)
     # If all ranks are on one node, no rank outlives the node.
     node = survivors if num_nodes > 1 else storage
@@ -171,7 +175,7 @@ def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
         lag_seconds=batch_seconds(costs, b),
         fixed_seconds=costs.restart_seconds + costs.load_seconds,
         base_steps=f,
-        base_lag_seconds=_write_seconds(costs),
+        base_lag_seconds=snapshot_write_seconds(costs),
         replay_seconds=costs.replay_seconds / b,  # a merged batch is one update
     )
     loop = loop_seconds(costs, f, b)
@@ -211,12 +215,7 @@ def alternatives(
 def _fallback(costs: Costs) -> Recovery:
     every = max(1, math.ceil(_FALLBACK_SECONDS / costs.step_seconds))
     load = costs.restart_seconds + costs.load_seconds
-    return Recovery(every, _write_seconds(costs), load, start_is_safe=False)
-
-
-def _write_seconds(costs: Costs) -> float:
-    """Return the time to write one rank's share of a whole snapshot durably."""
-    return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
+    return Recovery(every, snapshot_write_seconds(costs), load, start_is_safe=False)
 
 
 def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> int:
@@ -229,3 +228,41 @@ def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) 
 
 def _every(steps: int) -> str:
     return "every step" if steps == 1 else f"every {steps:,} steps"
+
+
+def published_optimum(
+    write_seconds: float, merge_seconds: float, mtbf_seconds: float
+) -> tuple[float, float]:
+    """Return full checkpoints per second (``F``) and seconds per batch (``B``) that waste least.
+
+    Reference: Yao et al., "LowDiff", arXiv 2509.04084, section on configuration tuning. In this
+    model, full checkpoints have a frequency, batches a duration, a merge costs ``R_D`` per batch,
+    and any failure loses half a batch. We differ in three points. We replay step by step from
+    concatenated batches. We count the training time of a snapshot instead of its write time. A
+    crash loses nothing, because staging memory outlives the process. The paper's ``f`` and ``b``
+    are called ``F`` and ``B`` here and its ``S`` is ``S_F``; elsewhere these letters mean steps,
+    and a share with its residual.
+
+    ``F* = cube root of R_D W^2 / (4 S_F^2 M^2)``, ``B* = cube root of 2 S_F R_D M / W``.
+
+    Args:
+        write_seconds: Writing one full checkpoint (``S_F / W``).
+        merge_seconds: Merging one batch of differentials into the state (``R_D``).
+        mtbf_seconds: Mean time between failures (``M``).
+    """
+    frequency = (merge_seconds / (4 * write_seconds**2 * mtbf_seconds**2)) ** (1 / 3)
+    return frequency, (2 * write_seconds * merge_seconds * mtbf_seconds) ** (1 / 3)
+
+
+def published_choice(costs: Costs, rates: FailureRates) -> tuple[int, int]:
+    """Return the published optimum in our units: steps between snapshots, steps per batch.
+
+    A merge steps the whole optimizer once, as replaying a step does.
+    """
+    costs = without_residual(costs)
+    write_seconds = costs.snapshot_bytes / costs.write_bytes_per_second
+    frequency, batch = published_optimum(
+        write_seconds, costs.replay_seconds, rates.total.mtbf_seconds
+    )
+    b = min(_MAX_STEPS, max(1, round(batch / costs.step_seconds)))
+    return min(_MAX_STEPS, max(b, round(1 / (frequency * costs.step_seconds)))), b

@@ -6,10 +6,8 @@ import logging
 import time
 
 from lowdiff.attach.open import Opened
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, WriterFailed
-
-_logger = logging.getLogger(__name__)
 
 _MEET_SECONDS = 60.0
 _FINISH_SECONDS = 600.0
@@ -41,21 +39,13 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             try:
                 session.hear(_MEET_SECONDS)
             except RankLost as error:
-                warn(
-                    _logger,
-                    Code.LAST_STEP_UNCONFIRMED,
-                    "the last step is perhaps not committed on all ranks: %s",
-                    error,
+                Code.LAST_STEP_UNCONFIRMED.warn(
+                    f"the last step is perhaps not committed on all ranks: {error}"
                 )
     except BaseException as error:
         _abandon(opened)
         if is_lenient and isinstance(error, Exception):
-            warn(
-                _logger,
-                Code.LAST_COMMIT_FAILED,
-                "the last commit is left to the next attach: %s",
-                error,
-            )
+            Code.LAST_COMMIT_FAILED.warn(f"the last commit is left to the next attach: {error}")
             return
         raise
     session.queue.storage.stop()
@@ -67,7 +57,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     except WriterFailed as error:
         if not is_lenient:
             raise
-        warn(_logger, Code.WRITER_NOT_FINISHED, "%s", error)
+        Code.WRITER_NOT_FINISHED.warn(error)
         return
     if is_last_snapshot:
         _remove_staging(opened, status.durable_snapshot)
@@ -88,12 +78,8 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
             opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
-    warn(
-        _logger,
-        Code.STAGING_KEPT,
-        "%s, so %s is kept; the next attach resumes with its help",
-        why,
-        opened.staging.folder.root,
+    Code.STAGING_KEPT.warn(
+        f"{why}, so {opened.staging.folder.root} is kept; the next attach resumes with its help"
     )
 
 
@@ -134,13 +120,9 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
     why = why or any_rank(_failure_of_snapshot(opened))
     if why:
-        warn(
-            _logger,
-            Code.NO_LAST_SNAPSHOT,
-            "no last snapshot is taken: %s; the next attach resumes from the last commit, with the "
-            "help of %s",
-            why,
-            opened.staging.folder.root,
+        Code.NO_LAST_SNAPSHOT.warn(
+            f"no last snapshot is taken: {why}; the next attach resumes from the last commit, "
+            f"with the help of {opened.staging.folder.root}",
         )
     return not why
 
@@ -170,6 +152,6 @@ def _failure_of_snapshot(opened: Opened) -> str:
     try:
         opened.session.snapshot(required=True)
     except Exception as failure:
-        _logger.debug("the last snapshot failed", exc_info=True)
+        logging.getLogger("lowdiff").debug("the last snapshot failed", exc_info=True)
         return str(failure) or type(failure).__name__
     return ""

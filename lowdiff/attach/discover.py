@@ -5,14 +5,13 @@ Only rank 0 speaks to the store; from its run folder the others get what they ca
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch, StoreError
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.locks import FileLock
@@ -32,8 +31,6 @@ from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.recovery.replica.file import note_kernel, sound_files
 from lowdiff.settings import Settings
-
-_logger = logging.getLogger(__name__)
 
 _SHARED = ("incarnations", "snapshots", "segments", "constants")
 
@@ -86,13 +83,7 @@ def _run_in_store(settings: Settings, ranks: Ranks) -> str | None:
             except StoreError as error:
                 if not has_history or settings.on_error == "raise":
                     raise
-                warn(
-                    _logger,
-                    Code.STORE_NOT_ASKED,
-                    "%s; going on with the history in %s",
-                    error,
-                    settings.run,
-                )
+                Code.STORE_NOT_ASKED.warn(f"{error}; going on with the history in {settings.run}")
     found: str | None = ranks.gather(run_id)[0]
     return found
 
@@ -163,14 +154,10 @@ def shared_out(
         known = [stage for stage in stages if is_known(stage, settings.folder)]
     for stage in stages:
         if stage not in known:
-            warn(
-                _logger,
-                Code.STAGING_OF_OTHER_HISTORY,
-                "what is staged in %s is of a life %d that %s knows nothing of: the run went on "
-                "without it. It stays there; remove that folder to give it up",
-                stage.root,
-                stage.incarnation,
-                settings.run,
+            Code.STAGING_OF_OTHER_HISTORY.warn(
+                f"what is staged in {stage.root} is of a life {stage.incarnation} that "
+                f"{settings.run} knows nothing of: the run went on without it. It stays there; "
+                "remove that folder to give it up",
             )
     seen: list[list[str]] = ranks.gather([stage.root.name for stage in known])
     mine = []
@@ -255,13 +242,7 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
         elif has_replica(stage):
             raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
         else:
-            warn(
-                _logger,
-                Code.OLD_WRITER_BUSY,
-                "%s still works on %s; going on",
-                lock.holder(),
-                stage.root,
-            )
+            Code.OLD_WRITER_BUSY.warn(f"{lock.holder()} still works on {stage.root}; going on")
     return stages
 
 

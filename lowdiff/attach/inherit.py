@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from lowdiff.compressors import from_settings
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import shares_of, torch_dtype
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.paths import StagingFolder
@@ -22,8 +20,6 @@ from lowdiff.recovery.state import RecoveredState
 from lowdiff.settings import Settings
 from lowdiff.step.residual import read_residual
 from lowdiff.types import Fence, Layout, ResidualMark
-
-_logger = logging.getLogger(__name__)
 
 
 def inherit_residual(
@@ -93,26 +89,19 @@ def _residual_of(
         found = read_residual(staging.residual, kept, mark)
         if found is not None:
             if step < state.step:
-                warn(
-                    _logger,
-                    Code.RESIDUAL_OLDER,
-                    "rank %d: an accelerator's error-feedback residual is copied every few steps; "
-                    "step %d goes on with that of step %d: the state is exact, the continuation is "
-                    "not bit-identical",
-                    rank,
-                    state.step,
-                    step,
+                Code.RESIDUAL_OLDER.warn(
+                    "an accelerator's error-feedback residual is copied every few steps; step "
+                    f"{state.step} goes on with that of step {step}: the state is exact, the "
+                    "continuation is not bit-identical",
+                    rank=rank,
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
     if state.base_step != state.step and had_one:
-        warn(
-            _logger,
-            Code.RESIDUAL_OF_SNAPSHOT,
-            "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
-            "of snapshot %d: the state is exact, the continuation is not bit-identical",
-            rank,
-            state.step,
-            state.base_step,
+        Code.RESIDUAL_OF_SNAPSHOT.warn(
+            f"the error-feedback residual of step {state.step} is not in staging memory; using "
+            f"that of snapshot {state.base_step}: the state is exact, the continuation is not "
+            "bit-identical",
+            rank=rank,
         )
     return state.residuals[rank]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from dataclasses import astuple, dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lowdiff.compressors.feedback import NUM_SLOTS
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import shares_of
 from lowdiff.errors import ConfigError
 from lowdiff.model.ranks import Ranks
@@ -25,8 +24,6 @@ from lowdiff.persistence.staging.budget import (
 )
 from lowdiff.settings import Settings
 from lowdiff.types import Layout
-
-_logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _MIN_CHUNK_BYTES = 1 << 20
@@ -82,20 +79,16 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     root = settings.staging_root
     cap, is_tight = _cap(root, need, ranks)
     if not has_staged and is_tight:
-        warn(
-            _logger,
-            Code.STAGING_TIGHT,
-            "staging in %s has no room for a second life: after a crash the next one must fit "
-            "beside what this one leaves there, until it has begun. Enlarge it (docker: "
+        Code.STAGING_TIGHT.warn(
+            f"staging in {root} has no room for a second life: after a crash the next one must "
+            "fit beside what this one leaves there, until it has begun. Enlarge it (docker: "
             "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
-            root,
         )
     if settings.has_several_steps:
-        _logger.info(
-            "rank %d: %d optimizer steps of one loop body are logged; a body with more costs a full "
-            "snapshot",
-            ranks.rank,
-            num_steps,
+        inform(
+            f"{num_steps} optimizer steps of one loop body are logged; a body with more costs a "
+            "full snapshot",
+            rank=ranks.rank,
         )
     return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes)
 
@@ -113,18 +106,13 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
     here = [StagingNeed(*numbers) for theirs, *numbers in told if theirs == place]
     with ranks.together():
         cap = log_cap(here, need, room)
-    _logger.info(
-        "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, replica "
-        "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
-        ranks.rank,
-        root,
-        (need.least_bytes - need.least_log_bytes + cap) / _MIB,
-        need.residual_bytes / _MIB,
-        need.snapshot_bytes / _MIB,
-        need.replica_bytes / _MIB,
-        cap / _MIB,
-        len(here) - 1,
-        room.free_bytes / _MIB,
+    inform(
+        f"staging at {root} takes up to "
+        f"{(need.least_bytes - need.least_log_bytes + cap) / _MIB:.1f} MiB (residual "
+        f"{need.residual_bytes / _MIB:.1f}, snapshot about {need.snapshot_bytes / _MIB:.1f}, "
+        f"replica {need.replica_bytes / _MIB:.1f}, log {cap / _MIB:.1f}), shared with "
+        f"{len(here) - 1} other rank(s); {room.free_bytes / _MIB:.1f} MiB are free",
+        rank=ranks.rank,
     )
     return cap, not fits_twice(here, room)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import tempfile
@@ -29,12 +28,11 @@ from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
-from lowdiff.commit.share import constant_images
-from lowdiff.commit.staging import Staging
+from lowdiff.commit.staging import Staging, constant_images
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.model.averages import Averages, followed_names
@@ -62,8 +60,7 @@ from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import hook_of
-from lowdiff.step.grad_scaling import Scaling
-from lowdiff.step.gradients import Gradients
+from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
@@ -71,8 +68,6 @@ from lowdiff.survivors.queue import SurvivorsQueue
 from lowdiff.survivors.survivor import Survivor
 from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
-
-_logger = logging.getLogger(__name__)
 
 #: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
 _AUDITED_FIRST = 3
@@ -438,14 +433,16 @@ def _recorder(
     attached = live.attached
     reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group)
     hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
+    is_replayed = settings.strategy != "survivors"
     return Recorder(
         live,
         reducer,
         Gradients(attached, reducer, hook),
         scaling,
-        Proofs(attached, fence, ranks),
-        watches="" if settings.strategy == "survivors" else settings.watch,
+        Proofs(attached, fence, ranks, is_replayed=is_replayed),
+        watches=settings.watch if is_replayed else "",
         most_calls=memory.optimizer_steps,
+        is_replayed=is_replayed,
     )
 
 
@@ -500,11 +497,9 @@ def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradSc
         return None
     scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
     if len(scalers) > 1:
-        warn(
-            _logger,
-            Code.SEVERAL_SCALERS,
-            "%d gradient scalers are attached, and DDP's hook cannot tell whose gradients it gets: "
-            "error feedback goes by the scale of the first; use one scaler for all losses",
-            len(scalers),
+        Code.SEVERAL_SCALERS.warn(
+            f"{len(scalers)} gradient scalers are attached, and DDP's hook cannot tell whose "
+            "gradients it gets: error feedback goes by the scale of the first; use one scaler for "
+            "all losses",
         )
     return next(iter(scalers), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import LowDiffError
 from lowdiff.model.ranks import Ranks
@@ -25,8 +24,6 @@ from lowdiff.persistence.staging.measurements import (
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.measured import MeasuredIncarnation, Past, number
-
-_logger = logging.getLogger(__name__)
 
 #: How a life may have ended, the worst first. A rank that is new, or whose machine has nothing of the
 #: run, knows least.
@@ -78,7 +75,7 @@ def _keep_what_died(
                 measured = gather_measurements(stage, run_id, world_size, ended="died")
                 write_measurements(folder, measured)
             except (LowDiffError, OSError) as error:
-                warn(_logger, Code.MEASUREMENTS_INCOMPLETE, "measurements are lost: %s", error)
+                Code.MEASUREMENTS_INCOMPLETE.warn(f"measurements are lost: {error}")
 
 
 def _ending(

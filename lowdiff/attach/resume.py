@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from lowdiff.attach.restore import (
     load_weights,
     unlike,
 )
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.model.averages import followed_names
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
@@ -31,8 +30,6 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.settings import Settings
 from lowdiff.types import Fence
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +66,9 @@ def load_start(
     if restore == "model":
         kept = load_weights(state, items, attached)
         if ranks.rank == 0 and kept:
-            warn(
-                _logger,
-                Code.WEIGHTS_NOT_IN_RUN,
-                "these are not in step %d of the run, and stay as the model was built: %s",
-                state.step,
-                printable(", ".join(kept)),
+            Code.WEIGHTS_NOT_IN_RUN.warn(
+                f"these are not in step {state.step} of the run, and stay as the model was built: "
+                f"{', '.join(kept)}",
             )
         return Start(0, False, True, [], tracker.read())
     slots = settings.compressor.residual_layout(attached.layout).parameters
@@ -88,22 +82,19 @@ def load_start(
     followed = {name: live for name, live in given.averages.items() if name in restored}
     check_restored(state, items, attached, followed)
     for name in unlike(state, items, restored):
-        warn(
-            _logger,
-            Code.OBJECT_NOT_RESTORED,
-            "rank %d: %s does not hold what its load_state_dict() was given, and the run goes on "
-            "with what it holds; see that state_dict() and load_state_dict() mirror each other",
-            ranks.rank,
-            name,
+        Code.OBJECT_NOT_RESTORED.warn(
+            f"{name} does not hold what its load_state_dict() was given, and the run goes on with "
+            "what it holds; see that state_dict() and load_state_dict() mirror each other",
+            rank=ranks.rank,
         )
     averages = followed_names(given.averages, attached.layout)
     changes = _changes(settings, state.fence, ranks, averages)
     if ranks.rank == 0 and (said := [*changes, *objects, *reshaped, *differences]):
         text = f"resuming at step {state.step}: {'; '.join(said)}"
         if objects or reshaped:
-            warn(_logger, Code.RESUMED_WITH_CHANGES, text)
+            Code.RESUMED_WITH_CHANGES.warn(text)
         else:
-            _logger.info(text)
+            inform(text)
     if afresh:
         live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}

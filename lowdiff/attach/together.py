@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from lowdiff.attach.inherit import inherit_residual
 from lowdiff.attach.restore import check_match
 from lowdiff.commit.meter import RecoveryClock
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code
 from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.format.image import OPTIMIZER
@@ -23,8 +22,6 @@ from lowdiff.recovery.replay.sizing import local_ranks
 from lowdiff.recovery.search import Search
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.settings import Settings
-
-_logger = logging.getLogger(__name__)
 
 #: A tensor beside those of a parameter's form is told with the numbers up to this size.
 _MOST_GATHERED_BYTES = 4096
@@ -54,7 +51,7 @@ def recover_together(
         DamagedFile: If the newest step is asked for, and the newest incarnation cannot be read.
     """
     for finding in judge(settings.folder, catalog)[0]:
-        warn(_logger, Code.RUN_DAMAGED, "rank %d: %s", ranks.rank, printable(finding.message))
+        Code.RUN_DAMAGED.warn(finding.message, rank=ranks.rank)
     if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
     with ranks.together():

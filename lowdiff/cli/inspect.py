@@ -20,6 +20,7 @@ from lowdiff.cli.output import (
     show,
     size,
     span,
+    table,
 )
 from lowdiff.errors import ConfigError
 
@@ -68,17 +69,9 @@ def inspect(
 
 
 def _print_inspection(run: str, found: Inspection) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(show_header=False, box=box.SIMPLE)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in _rows(found):
-        table.add_row(name, value)
     console = plain_console()
     console.print(run, style="italic", highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(table((), _rows(found)))
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -130,31 +123,22 @@ def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
 
 def progress_table(run: Path, found: RunProgress) -> Table:
     """Return a table with the progress of each rank of a run."""
-    from rich import box
-    from rich.table import Table
-
     incarnation = (
         "no incarnation yet" if found.incarnation is None else f"incarnation {found.incarnation}"
     )
     steps = {"committed": found.committed_step, "durable": found.durable_step}
     told = ", ".join(f"{name} {_step(step)}" for name, step in steps.items())
-    table = Table(title=f"{run}: {incarnation}", caption=f"{told}; Ctrl-C ends", box=box.SIMPLE)
-    for name in ("rank", "trainer", "staged", "durable", "snapshot", "on disk", "writer"):
-        table.add_column(name, overflow="fold")
+    heads = ("rank", "trainer", "staged", "durable", "snapshot", "on disk", "writer")
+    rows = []
     for rank in found.ranks:
         said = ", preempted" if rank.preempted else ""
         if rank.commit_age_seconds is not None:
             said += f", {rank.commit_age_seconds:.0f} s ago"
-        table.add_row(
-            str(rank.rank),
-            rank.trainer + said,
-            _step(rank.staged_step),
-            _step(rank.durable_step),
-            "none" if rank.durable_snapshot < 0 else str(rank.durable_snapshot),
-            size(rank.disk_bytes),
-            rank.error or "ok",
-        )
-    return table
+        snapshot = "none" if rank.durable_snapshot < 0 else str(rank.durable_snapshot)
+        of_steps = (_step(rank.staged_step), _step(rank.durable_step), snapshot)
+        of_rank = (str(rank.rank), rank.trainer + said, *of_steps)
+        rows.append((*of_rank, size(rank.disk_bytes), rank.error or "ok"))
+    return table(heads, rows, title=f"{run}: {incarnation}", caption=f"{told}; Ctrl-C ends")
 
 
 def _step(step: int | None) -> str:

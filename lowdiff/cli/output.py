@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from lowdiff.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.table import Table
 
 
 def say(line: str, *, err: bool = False, color: str | None = None) -> None:
@@ -38,6 +39,22 @@ def plain_console() -> Console:
             return super().render_str(printable(text), **options)
 
     return Plain(markup=False, emoji=False)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
+    """Return a rich table; without heads it is one of names, in bold, and their values."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE, show_header=bool(heads), title_justify="left", **options)
+    if not heads:
+        made.add_column(style="bold")
+        made.add_column(overflow="fold")
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 class _OneLine(logging.Formatter):

@@ -45,6 +45,51 @@ Total = Annotated[
     str | None, Option(metavar="SIZE", help="Most bytes the run may hold, of all ranks.")
 ]
 
+# What the table of strategies assumes; defaults are those of lowdiff.tuner.side_by_side.
+ReplicaOverhead = Annotated[
+    float,
+    Option(
+        min=0,
+        metavar="P",
+        help="What strategy replica adds to a step, as a share of it; the default was measured on "
+        "CPUs, see docs/benchmarks.md.",
+    ),
+]
+SurvivorsOverhead = Annotated[
+    float,
+    Option(
+        min=0,
+        metavar="P",
+        help="What strategy survivors adds to a step, without its snapshots; the default was measured "
+        "on a CPU, see docs/tuning.md.",
+    ),
+]
+AllAtOnce = Annotated[
+    float,
+    Option(
+        min=0,
+        max=1,
+        metavar="P",
+        help="Share of the other failures that leave no rank of a node alive, so that strategy survivors "
+        "goes back to a snapshot; the default is assumed.",
+    ),
+]
+SnapshotEvery = Annotated[
+    int,
+    Option(
+        min=1,
+        metavar="STEPS",
+        help="Between full snapshots of strategies replica and survivors; those of log are recommended.",
+    ),
+]
+SaveTime = Annotated[
+    str | None,
+    Option(
+        metavar="TIME",
+        help="One torch.save of the whole state; default: copying it and writing it to one node's disk.",
+    ),
+]
+
 
 def tune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
@@ -76,15 +121,20 @@ def tune(
     per_hour: PerHour = None,
     total: Total = None,
     failure_shape: FailureShape = 1.0,
+    replica_overhead: ReplicaOverhead = 0.046,
+    survivors_overhead: SurvivorsOverhead = 0.002,
+    all_at_once: AllAtOnce = 0.05,
+    snapshot_every: SnapshotEvery = 100,
+    save_time: SaveTime = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend how often a run should snapshot and how much to write at once, with reasons.
 
-    Uses the run's own measurements of steps, stalls, writes, restarts and failures. Only reads
-    files; works while the run is training and after a crash.
+    Uses the run's own measurements of steps, stalls, writes, restarts and failures, and compares
+    strategies. Only reads files; works while the run is training and after a crash.
     """
-    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_run
+    from lowdiff.cli.tuning_report import assumptions_of, limits_of, print_report, question_of_run
     from lowdiff.tuner import units
 
     question = question_of_run(
@@ -95,6 +145,14 @@ def tune(
         world_size=world_size,
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
+        assumptions=assumptions_of(
+            None,
+            replica_overhead,
+            survivors_overhead,
+            all_at_once=all_at_once,
+            snapshot_every=snapshot_every,
+            save_time=save_time,
+        ),
     )
     print_report(question, html, as_json=as_json)
 
@@ -104,7 +162,11 @@ def plan(
     params: Annotated[str, Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
     gpus: Annotated[int, Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")],
     mtbf: Annotated[
-        str, Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
+        str,
+        Option(
+            metavar="TIME",
+            help="Time between failures of the whole job, e.g. 6h; 12h are two failures a day.",
+        ),
     ],
     disk: Annotated[str, Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")],
     store: Annotated[
@@ -143,14 +205,29 @@ def plan(
     per_hour: PerHour = None,
     total: Total = None,
     failure_shape: FailureShape = 1.0,
+    log_overhead: Annotated[
+        float,
+        Option(
+            min=0,
+            metavar="P",
+            help="What strategy log adds to a step, as a share of it; the default, in the table of "
+            "strategies alone, was measured on CPUs, see docs/benchmarks.md.",
+        ),
+    ] = 0.021,
+    replica_overhead: ReplicaOverhead = 0.046,
+    survivors_overhead: SurvivorsOverhead = 0.002,
+    all_at_once: AllAtOnce = 0.05,
+    snapshot_every: SnapshotEvery = 100,
+    save_time: SaveTime = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend how often a planned job should snapshot and how much to write at once.
 
-    Computes the costs from the sizes of model and machines. The report marks assumed values.
+    Computes the costs from the sizes of model and machines, and compares strategies. The report marks
+    assumed values.
     """
-    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_plan
+    from lowdiff.cli.tuning_report import assumptions_of, limits_of, print_report, question_of_plan
     from lowdiff.tuner import units
     from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
 
@@ -175,6 +252,14 @@ def plan(
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
         network_bytes_per_second=units.bytes_per_second(network),
+        assumptions=assumptions_of(
+            log_overhead,
+            replica_overhead,
+            survivors_overhead,
+            all_at_once=all_at_once,
+            snapshot_every=snapshot_every,
+            save_time=save_time,
+        ),
         # Compare by name, because the enumeration's package depends on the release of typer.
         typed={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
     )

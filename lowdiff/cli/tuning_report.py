@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from lowdiff.cli.output import plain_console, say, show
+from lowdiff.cli.output import plain_console, say, show, table
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
@@ -23,8 +24,7 @@ from lowdiff.persistence.staging.measurements import (
 from lowdiff.persistence.store.client import is_url
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
-from lowdiff.tuner.estimates import Estimate
-from lowdiff.tuner.facts import basis, facts
+from lowdiff.tuner.costs import Estimate
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
@@ -36,7 +36,17 @@ from lowdiff.tuner.measured import (
     number,
 )
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, Report, make_report
+from lowdiff.tuner.report import (
+    STRATEGY_HEADS,
+    Question,
+    Report,
+    basis,
+    facts,
+    make_report,
+    published_text,
+    strategy_cells,
+)
+from lowdiff.tuner.side_by_side import Assumptions
 from lowdiff.types import Fence, Retention
 
 #: Compressors that leave nothing out and keep no residual.
@@ -59,6 +69,26 @@ def limits_of(
     )
 
 
+def assumptions_of(
+    log_overhead: float | None,
+    replica_overhead: float,
+    survivors_overhead: float,
+    *,
+    all_at_once: float,
+    snapshot_every: int,
+    save_time: str | None,
+) -> Assumptions:
+    """Return what the table of strategies assumes; no overhead of log if the run has measured it."""
+    return Assumptions(
+        log_overhead_share=log_overhead,
+        replica_overhead_share=replica_overhead,
+        survivors_overhead_share=survivors_overhead,
+        all_at_once_share=all_at_once,
+        snapshot_every=snapshot_every,
+        save_seconds=None if save_time is None else units.seconds(save_time),
+    )
+
+
 def question_of_run(
     run: str,
     *,
@@ -68,6 +98,7 @@ def question_of_run(
     world_size: int | None,
     limits: Limits,
     failure_shape: float,
+    assumptions: Assumptions,
 ) -> Question:
     """Make the report's input from a run's own measurements; only reads, also from a live run.
 
@@ -119,6 +150,7 @@ def question_of_run(
         network_bytes_per_second=ASSUMED_NETWORK_BYTES_PER_SECOND / -(-job_size // num_nodes),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
+        assumptions=assumptions,
         known_warnings=(
             *_warnings(documents, measured, world_size, hosts),
             *_network_warnings(
@@ -142,8 +174,13 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
     )
     if not size < measured.costs.snapshot_bytes:
         return measured  # no snapshot was measured yet
-    estimates = {**measured.estimates, "residual_bytes": Estimate(size, size, size, 1)}
-    return Measured(replace(measured.costs, residual_bytes=size), estimates)
+    return _with_cost(measured, "residual_bytes", Estimate(size, size, size, 1))
+
+
+def _with_cost(measured: Measured, name: str, found: Estimate) -> Measured:
+    """Return the costs with another value of one of them."""
+    changed: dict[str, Any] = {name: found.median}
+    return Measured(replace(measured.costs, **changed), {**measured.estimates, name: found})
 
 
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
@@ -244,16 +281,26 @@ def question_of_plan(
     node_share: float,
     limits: Limits,
     failure_shape: float,
+    assumptions: Assumptions,
     network_bytes_per_second: float,
     typed: Collection[str],
 ) -> Question:
     """Make the report's input for a planned job; ``typed`` are the options that the user typed."""
     measured = planned(job, typed)
+    if "log_overhead" in typed and assumptions.log_overhead_share is not None:
+        seconds = assumptions.log_overhead_share * job.step_seconds
+        measured = _with_cost(measured, "differential_seconds", Estimate.stated(seconds))
     warnings = []
     if "step_time" not in typed:
         warnings.append(
             f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
             "on it"
+        )
+    if "log_overhead" not in typed and assumptions.log_overhead_share is not None:
+        warnings.append(
+            f"the table of strategies takes {assumptions.log_overhead_share:.1%} of a step for strategy "
+            "log, as measured on CPUs; all other figures count its copies to memory alone; give "
+            "--log-overhead for both"
         )
     if "network" not in typed:
         found = _network_warnings(job.num_nodes, network_bytes_per_second, "node")
@@ -271,6 +318,7 @@ def question_of_plan(
         num_nodes=job.num_nodes,
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
         failure_shape=failure_shape,
+        assumptions=assumptions,
         known_warnings=tuple(warnings),
         assumed_because="not given",
     )
@@ -299,34 +347,26 @@ def print_report(question: Question, html: Path | None, *, as_json: bool) -> Non
 
 
 def _print(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = plain_console()
-    answer = Table(title=report.question.title, title_justify="left", show_header=False)
-    answer.box = box.SIMPLE
-    answer.add_column(style="bold")
-    answer.add_column(overflow="fold")
-    for name, value in facts(report):
-        answer.add_row(name, value)
-    console.print(answer)
+    console.print(table((), facts(report), title=report.question.title))
     for reason in report.choice.reasons:
         console.print(f"  {reason}", highlight=False)
-    costs = Table(title="Based on, per rank", title_justify="left", box=box.SIMPLE)
-    for head in ("", "median", "middle 80 %", "source"):
-        costs.add_column(head)
-    for row in basis(report):
-        costs.add_row(*row)
+    costs = table(
+        ("", "median", "middle 80 %", "source"), basis(report), title="Based on, per rank"
+    )
     console.print(costs)
+    if report.side_by_side is not None:
+        rows = [strategy_cells(strategy) for strategy in report.side_by_side.rows]
+        strategies = table(STRATEGY_HEADS, rows, title="Strategies")
+        console.print(strategies)
+        console.print(f"  {published_text(report.side_by_side.published)}", highlight=False)
     if report.simulated:
-        others = Table(title="Simulated", title_justify="left", box=box.SIMPLE)
-        for head in ("strategy", "effective", "saving", "recovering", "done again", ""):
-            others.add_column(head, overflow="fold")
+        heads = ("strategy", "effective", "saving", "recovering", "done again", "")
+        rows = []
         for one in report.simulated:
             shares = (one.effective_share, one.stalls, one.recovering, one.lost)
-            others.add_row(
-                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.detail
-            )
-        console.print(others)
+            percents = (f"{share:.2%}" for share in shares)
+            rows.append((one.strategy.name, *percents, one.strategy.detail))
+        console.print(table(heads, rows, title="Simulated"))
     for warning in report.warnings:
         console.print(f"Note: {warning}", style="yellow", highlight=False)

@@ -1,4 +1,6 @@
-"""The ranks of a run know this together: who wants to stop, who lost the run, whether all are alike.
+"""The news that ranks tell each other after each step, and what all ranks know from them.
+
+Ranks know together who wants to stop, who lost the run, and whether all are alike.
 
 Data-parallel ranks compute one state, each for itself. Where one computes another (a scheduler that
 follows each rank's own loss, code that writes on one rank only, faulty memory, unequal processors)
@@ -8,17 +10,130 @@ the ranks' news carry checksums, which are compared before anybody steps again.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
+from typing import Any
 
-from lowdiff.commit.news import News, RankNews
+import torch
+import torch.distributed as dist
+
 from lowdiff.commit.run_lock import RunLock
-from lowdiff.core.events import Code, warn
-from lowdiff.errors import RankLost, RanksDiverged
+from lowdiff.core.events import Code
+from lowdiff.errors import RankLost, RanksDiverged, UsageError
 from lowdiff.model.ranks import Ranks
 
-_logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class RankNews:
+    """News that one rank tells all others after a step; whole numbers, so that it has one size.
+
+    Attributes:
+        incarnation: Of the run.
+        step: The step that this rank has committed.
+        is_preempted: Whether a signal told it to stop soon.
+        has_lost_run: Whether another trainer has taken over the run.
+        has_storage_error: Whether its durable writing fails.
+        owes_snapshot: Whether a snapshot could not be taken and should be.
+        can_snapshot: Whether one would not stop its training.
+        has_rebased: Whether only its snapshot of the step can be recovered.
+        interval: The tuner's wish, as levels plus one; 0 for none.
+        batch: Likewise.
+        stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
+        consumed: CRC-32C of the hyper-parameters that its optimizers used and left.
+        own: Checksum of its share of the parameters; 0 where ranks are not compared.
+        other: The same of the share of rank ``watched``, as this rank has it.
+        watched: Whose share that is.
+    """
+
+    incarnation: int
+    step: int
+    is_preempted: bool = False
+    has_lost_run: bool = False
+    has_storage_error: bool = False
+    owes_snapshot: bool = False
+    can_snapshot: bool = False
+    has_rebased: bool = False
+    interval: int = 0
+    batch: int = 0
+    stepped: int = 0
+    consumed: int = 0
+    own: int = 0
+    other: int = 0
+    watched: int = 0
+
+
+_KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
+
+
+class News:
+    """Tells and hears; what a single process tells is what it hears."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._told: RankNews | None = None
+        self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
+
+    def tell(self, news: RankNews) -> None:
+        """Send this rank's news; returns at once. What was sent before must have been heard."""
+        assert self._coming is None
+        self._told = news
+        if self._group is None:
+            return
+        words = torch.tensor([int(word) for word in astuple(news)], device="cpu")
+        all_words = [torch.empty_like(words) for _ in range(self._group.size())]
+        work = dist.all_gather(all_words, words, group=self._group, async_op=True)
+        assert work is not None
+        self._coming = work, all_words
+
+    def hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
+        """Wait for the news of all ranks, in rank order.
+
+        Args:
+            timeout_seconds: How long; by default as long as the process group waits.
+
+        Raises:
+            RankLost: If a rank ended.
+            UsageError: If a rank is at another step.
+        """
+        assert self._told is not None
+        if self._coming is None:
+            return (self._told,)
+        work, all_words = self._coming
+        try:
+            if timeout_seconds is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            raise RankLost(error) from error
+        self._coming = None
+        heard = tuple(_news(words.tolist()) for words in all_words)
+        self._refuse_others(heard)
+        return heard
+
+    def _refuse_others(self, heard: Sequence[RankNews]) -> None:
+        assert self._told is not None
+        here = self._told.incarnation, self._told.step
+        for rank, news in enumerate(heard):
+            if (news.incarnation, news.step) != here:
+                raise UsageError(
+                    f"rank {rank} has committed step {news.step} of incarnation {news.incarnation} "
+                    f"while this rank has committed step {here[1]} of incarnation {here[0]}; every "
+                    "rank must attach to the same run and commit the same steps"
+                )
+            if news.stepped != self._told.stepped:
+                raise UsageError(
+                    f"rank {rank} ended step {news.step} after other optimizer steps than this rank "
+                    "(a body without optimizer.step(), or one commit() too many?); every rank must "
+                    "attach to the same run and commit the same steps"
+                )
+
+
+def _news(words: Sequence[int]) -> RankNews:
+    values: list[Any] = [kind(word) for kind, word in zip(_KINDS, words, strict=True)]
+    return RankNews(*values)
 
 
 class Health:
@@ -69,8 +184,7 @@ class Health:
                 self._failure = error
             else:
                 text = f"{error}. A full snapshot follows. This is said once"
-                rank = self._ranks.rank
-                warn(_logger, Code.RANKS_DIVERGED, f"rank {rank}: {text}", rank=rank, step=step)
+                Code.RANKS_DIVERGED.warn(text, rank=self._ranks.rank, step=step)
         return is_news
 
     def check(self) -> None:
@@ -110,6 +224,7 @@ class Agreement:
     Attributes:
         health: The same.
         is_alone: Whether there is one rank, which tells and hears nothing.
+        was_told_to_stop: Whether this rank was told to stop soon.
     """
 
     def __init__(self, ranks: Ranks, lock: RunLock, health: Health) -> None:
@@ -118,18 +233,13 @@ class Agreement:
         self._heard: tuple[RankNews, ...] | None = None
         self._news = News(None if self.is_alone else ranks.group)
         self._lock = lock
-        self._was_told_to_stop = self._all_stop = self._has_lost_run = False
+        self.was_told_to_stop = self._all_stop = self._has_lost_run = False
         self._acted_step = -1
 
     @property
     def is_preempted(self) -> bool:
         """Whether a rank was told to stop soon; turns true at the same commit on all ranks."""
-        return self._all_stop or (self.is_alone and self._was_told_to_stop)
-
-    @property
-    def was_told_to_stop(self) -> bool:
-        """Whether this rank was."""
-        return self._was_told_to_stop
+        return self._all_stop or (self.is_alone and self.was_told_to_stop)
 
     @property
     def has_lost_run(self) -> bool:
@@ -138,7 +248,7 @@ class Agreement:
 
     def stop(self) -> None:
         """Tell the other ranks, with the next news, to stop soon; for any thread."""
-        self._was_told_to_stop = True
+        self.was_told_to_stop = True
 
     def tell(self, news: RankNews) -> None:
         """Say how this rank stands after a step."""

@@ -1,4 +1,4 @@
-"""What the training thread measures of itself, for the tuner: a few numbers per step."""
+"""Measurements of the training thread by itself, for the tuner: a few numbers per step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.staging.histogram import BYTES, SECONDS, STEPS, Histogram
-from lowdiff.persistence.staging.measurements import Recorder
+from lowdiff.persistence.staging.measurements import BYTES, SECONDS, STEPS, Histogram, Recorder
 from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.recovery.state import RecoveredState
 
@@ -154,7 +153,7 @@ class RecoveryClock:
         self._marks.append((time.perf_counter(), steps))
 
     def facts(self, state: RecoveredState | None) -> dict[str, float]:
-        """What it found, now that the recovery is over; nothing if nothing was to be recovered."""
+        """Return the findings once the recovery is over; none if nothing was to be recovered."""
         if state is None:
             return {}
         replayed_steps = state.step - state.base_step

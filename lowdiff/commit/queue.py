@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from lowdiff.commit.storage import Images, Storage, say
+from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
@@ -50,7 +50,7 @@ class StepQueue(Protocol):
         ...
 
     def status(self) -> WriterStatus:
-        """What the processes report; they are started again where they died."""
+        """Return the report of the processes; they are started again where they died."""
         ...
 
     def stage(
@@ -251,10 +251,11 @@ class LogQueue:
         if status.durable_snapshot >= dropped_before:  # else the gap before is still open
             self._first_dropped = durable_step + 1
         if not self.images.is_owed:
-            text = (
-                f"storage is too slow and staging memory is full, so steps from {durable_step + 1} "
-                "on are given up; a full snapshot follows when storage is back"
+            Code.STEPS_DROPPED.warn(
+                "storage is too slow and staging memory is full, so steps from "
+                f"{durable_step + 1} on are given up; a full snapshot follows when storage is back",
+                rank=self.storage.rank,
+                step=durable_step + 1,
             )
-            say(self.storage.rank, Code.STEPS_DROPPED, text, step=durable_step + 1)
         self.images.is_owed = True
         self.storage.counters.dropped_steps += self._log.dropped_step - durable_step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from lowdiff.commit.storage import Images, Storage, say
+from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, numbered, sections_of
 from lowdiff.persistence.format.framing import RecordKind
@@ -53,6 +53,8 @@ class ReplicaImages(Images):
 
     def is_in_use(self, durable_snapshot: int) -> bool:
         """Whether the newest image is still to be read, by the writer or by the replica."""
+        if self.step < 0:
+            return False  # there is none, and a replica that nobody needs yet is not started
         is_taken = self._replica.status().image_step >= self.step or self._replica.is_stopped
         return not is_taken or durable_snapshot < self.step
 
@@ -188,7 +190,9 @@ class ReplicaQueue:
         def fits(_: WriterStatus | None = None) -> bool:
             if is_step and not self._has_put():
                 return False
-            consumed = self._replica.status().consumed_step
+            # The record of the base, with which attach ends, starts no replica yet.
+            replica = self._replica
+            consumed = (replica.status() if is_step else replica.read_status()).consumed_step
             written = self._log.append(
                 kind, step, scalars, sections, durable_step=consumed, rebases=rebases
             )
@@ -264,7 +268,7 @@ class ReplicaQueue:
         status = self._replica.read_status()
         applied = max(1, status.applied_steps)
         return {
-            "replica_pid": self._replica.pid,
+            "replica_pid": self._replica.pid if self._replica.has_begun else None,
             "replica_step": status.step,
             "replica_lag_steps": max(0, self._step - status.consumed_step),
             "replica_seconds_per_step": status.apply_seconds / applied,
@@ -345,11 +349,12 @@ class ReplicaQueue:
         self._log.drop_ahead()
         self._pending = ()
         if not self._is_dropping:
-            text = (
+            Code.STEPS_DROPPED.warn(
                 f"the replica does not keep up, so steps from {step} on are given up; a full "
-                "snapshot follows when it has caught up"
+                "snapshot follows when it has caught up",
+                rank=self.storage.rank,
+                step=step,
             )
-            say(self.storage.rank, Code.STEPS_DROPPED, text, step=step)
         self._is_dropping = self.images.is_owed = self.images.is_needed = True
         self.storage.counters.dropped_steps += 1
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import RunInUse, StorageError
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.lease import Lease
@@ -15,8 +14,6 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.trust import make_folder
 from lowdiff.persistence.run.owner import claim
 from lowdiff.settings import Settings
-
-_logger = logging.getLogger(__name__)
 
 
 class RunLock:
@@ -43,14 +40,7 @@ class RunLock:
     def _take(self, lock: FileLock | Lease, hint: str = "") -> None:
         seconds = self._settings.lock_seconds
         if not lock.acquire(self._description, timeout_seconds=0.0):
-            warn(
-                _logger,
-                Code.WAITING_FOR_RUN,
-                "waiting up to %.0f s for %s%s",
-                seconds,
-                lock.holder(),
-                hint,
-            )
+            Code.WAITING_FOR_RUN.warn(f"waiting up to {seconds:.0f} s for {lock.holder()}{hint}")
             if not lock.acquire(self._description, timeout_seconds=seconds):
                 raise RunInUse(self._settings.run, lock.holder(), seconds)
 
@@ -59,7 +49,7 @@ class RunLock:
         return self._lease is not None and self._lease.is_lost(look=look)
 
     def taken_over(self) -> RunInUse:
-        """What to raise then: what this trainer would commit from now on is void."""
+        """Return the error of a lost run: all that this trainer would commit from now on is void."""
         by = "another trainer" if self._lease is None else self._lease.holder()
         holder = f"{by}, which took over while this trainer was suspended"
         return RunInUse(self._settings.run, holder, 0.0)

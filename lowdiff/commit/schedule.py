@@ -8,17 +8,16 @@ and the largest batch that any rank asks for, because the slowest disk must keep
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from lowdiff.commit.news import RankNews
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.storage import Storage
-from lowdiff.core.events import Code, log_event, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
 from lowdiff.settings import Settings
@@ -27,8 +26,6 @@ from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
 from lowdiff.tuner.measured import MeasuredIncarnation, Past, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
-
-_logger = logging.getLogger(__name__)
 
 
 class Why(Enum):
@@ -45,7 +42,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What decides about a snapshot after a step.
+    """Facts that decide about a snapshot after a step.
 
     Attributes:
         rebases: Whether only a snapshot of the step can be recovered.
@@ -175,11 +172,6 @@ class Cadence:
         self._considered = 0
 
     @property
-    def batch_size(self) -> int:
-        """Differentials per durable write."""
-        return self._storage.batch_size
-
-    @property
     def _limits(self) -> Limits:
         retention = self._settings.retention
         kept = None if retention is None else retention.snapshots
@@ -256,7 +248,7 @@ class Cadence:
             f"{before.batch_size}"
         )
         if self._storage.rank == 0:
-            log_event(_logger, logging.INFO, "tuned", text, step=step)
+            inform(text, event="tuned", step=step)
         self._decisions.append(
             {
                 "step": step,
@@ -271,8 +263,10 @@ class Cadence:
         try:
             write_decisions(self._storage.folder.decisions, self._decisions)
         except OSError as error:  # no memory is left for it: training needs none of this
-            text = "rank %d: measurements are incomplete: a decision of the tuner is not kept: %s"
-            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, text, self._storage.rank, error)
+            Code.MEASUREMENTS_INCOMPLETE.warn(
+                f"measurements are incomplete: a decision of the tuner is not kept: {error}",
+                rank=self._storage.rank,
+            )
 
     def _take_effect(self) -> None:
         setting = self._levels.setting

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from lowdiff.commit.agreement import Agreement
-from lowdiff.commit.hooks import OptimizerHooks
+from lowdiff.commit.agreement import Agreement, RankNews
 from lowdiff.commit.meter import Meter
-from lowdiff.commit.news import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
+from lowdiff.errors import UsageError
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
@@ -23,7 +23,11 @@ from lowdiff.step.gate import StepGate
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.states import Sealed, State
 
-_logger = logging.getLogger(__name__)
+#: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
+#: 2.6 does not tell.
+_compiling_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
 
 
 class Session:
@@ -255,7 +259,7 @@ class Session:
         Raises:
             StorageError: If it cannot be made.
         """
-        if self._staging.is_gone and not self.agreement.has_lost_run:
+        if self.queue.is_gone and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it
@@ -294,4 +298,54 @@ class Session:
     def _warn_once(self, code: Code, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warn(_logger, code, f"rank {self._live.rank}: {text}. This is said once")
+            code.warn(f"{text}. This is said once", rank=self._live.rank)
+
+
+class OptimizerHooks:
+    """Hooks of one session in its optimizers.
+
+    Attributes:
+        pre_hook_ids: Optimizer -> id of our pre-hook, behind which no other may come.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], session: Session) -> None:
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.pre_hook_ids: list[int] = []
+        for index, optimizer in enumerate(optimizers):
+            before = optimizer.register_step_pre_hook(partial(_before, session, index))
+            self.pre_hook_ids.append(before.id)
+            after = optimizer.register_step_post_hook(partial(_after, session, index))
+            # First of all: what the user's hooks write, replay lacks, so it must not count as the
+            # optimizer's own work.
+            hooks = optimizer._optimizer_step_post_hooks
+            assert isinstance(hooks, OrderedDict)
+            hooks.move_to_end(after.id, last=False)
+            self._handles += [before, after]
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _before(
+    session: Session,
+    index: int,
+    _: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    # torch.compile goes on without compiling what raises while it is traced, but it still
+    # compiles what that calls: the update itself, and any function that is called here.
+    if torch.compiler.is_compiling() or _compiling_callback() not in (None, False):
+        raise UsageError(
+            "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
+            "repeat; compile the model alone, or mark the function that calls "
+            "optimizer.step() with torch.compiler.disable"
+        )
+    session.before_optimizer(index, [*args, *kwargs.values()])
+
+
+def _after(session: Session, index: int, *_: object) -> None:
+    session.after_optimizer(index)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from lowdiff.commit.meter import Counters
-from lowdiff.core.events import Code, log_event, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
-
-_logger = logging.getLogger(__name__)
 
 #: Between two looks, at first and at most: whoever waits long need not look often.
 _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.001, 0.01
@@ -32,13 +29,8 @@ _NOTICE_SECONDS = 30.0
 _DRAIN_SECONDS = 10.0
 
 
-def say(rank: int, code: Code, text: str, **facts: Any) -> None:
-    """Warn of what befell a rank."""
-    warn(_logger, code, f"rank {rank}: {text}", rank=rank, **facts)
-
-
 class StorageErrors:
-    """What is wrong with one rank's durable writing, and what the user has heard of it.
+    """Errors of one rank's durable writing, and which of them the user has heard of.
 
     Args:
         folder: Its staging folder; those of other ranks lie beside it.
@@ -72,8 +64,11 @@ class StorageErrors:
             asks: Whether it asks.
         """
         if asks and error != self._of_replica:
-            text = f"the replica begins anew with a full snapshot: {error}"
-            say(self._rank, Code.REPLICA_ERROR, text, error=error)
+            Code.REPLICA_ERROR.warn(
+                f"the replica begins anew with a full snapshot: {error}",
+                rank=self._rank,
+                error=error,
+            )
         if asks or not error:
             self._of_replica = error if asks else ""
 
@@ -91,25 +86,27 @@ class StorageErrors:
                 effect = "this is an error at the next commit"
             elif not self._degrades:
                 effect += f", and waits once {most_at_risk} steps are at risk"
-            say(rank, Code.WRITER_ERROR, f"checkpoints are not durable now; {effect}", error=error)
+            Code.WRITER_ERROR.warn(
+                f"checkpoints are not durable now; {effect}", rank=rank, error=error
+            )
         elif self._of_disk and not error:
-            text = f"rank {rank}: checkpoints become durable again"
-            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
+            inform("checkpoints become durable again", event="writer_recovered", rank=rank)
         self._of_disk = error
         if status.lost_step > self._lost_step:
             self._lost_step = status.lost_step
             if not self._degrades:  # else its trainer dropped it, and has said so
-                text = (
+                Code.STEP_LOST.warn(
                     f"step {status.lost_step} was damaged in staging memory and is not durable; a "
-                    "full snapshot follows"
+                    "full snapshot follows",
+                    rank=rank,
                 )
-                say(rank, Code.STEP_LOST, text)
         if status.remote_error and status.remote_error != self.of_store:
-            text = (
+            Code.STORE_ERROR.warn(
                 "nothing reaches the store now; training goes on, and what is durable is uploaded "
-                "later"
+                "later",
+                rank=rank,
+                error=status.remote_error,
             )
-            say(rank, Code.STORE_ERROR, text, error=status.remote_error)
         self.of_store = status.remote_error
 
     def skip_lost(self, step: int) -> None:
@@ -132,11 +129,11 @@ class StorageErrors:
             raise failure
         others = tuple(rank for rank in ranks if rank != self._rank)
         if others and others != self._told_of:
-            say(self._rank, Code.OTHER_WRITER_ERROR, str(self.failure(others)))
+            Code.OTHER_WRITER_ERROR.warn(self.failure(others), rank=self._rank)
         self._told_of = others
 
     def failure(self, ranks: Sequence[int]) -> WriterFailed:
-        """What these ranks report, as an error."""
+        """Return the reports of these ranks as an error."""
         return WriterFailed(
             "; ".join(
                 f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
@@ -146,7 +143,7 @@ class StorageErrors:
         )
 
     def _of(self, rank: int) -> str:
-        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        """Return the error of a rank whose page can be seen from here: not that of another node."""
         if rank == self._rank:  # a writer that keeps dying says nothing on its page
             return self.of_snapshot or self._of_disk or self.of_store
         mine = self._folder
@@ -157,7 +154,7 @@ class StorageErrors:
 
 
 class Waiting(Protocol):
-    """Who waits: a queue."""
+    """A queue that waits."""
 
     @property
     def is_gone(self) -> bool:
@@ -165,7 +162,7 @@ class Waiting(Protocol):
         ...
 
     def status(self) -> WriterStatus:
-        """What the processes behind the queue report now."""
+        """Return what the processes behind the queue report now."""
         ...
 
 
@@ -251,8 +248,11 @@ class Storage:
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
-                text = f"training has waited {now - started:.0f} s for {what}"
-                say(self.rank, Code.WAITING, text, seconds=now - started)
+                Code.WAITING.warn(
+                    f"training has waited {now - started:.0f} s for {what}",
+                    rank=self.rank,
+                    seconds=now - started,
+                )
         self.counters.waiting_seconds += time.perf_counter() - started
 
     def wait_for_step(
@@ -327,11 +327,13 @@ class Storage:
             self._replica.begin_anew()
         self.errors.skip_lost(step)
         durable_step = self.writer.read_status().durable_step
-        text = (
+        Code.STAGING_REMOVED.warn(
             f"somebody removed {self.folder.root}, or files in it, while training uses it: "
-            f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows"
+            f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows",
+            rank=self.rank,
+            step=step,
+            durable_step=durable_step,
         )
-        say(self.rank, Code.STAGING_REMOVED, text, step=step, durable_step=durable_step)
 
     def end_processes(self) -> None:
         """End what reads a log that is gone; first the writer makes durable what it still maps."""
@@ -417,13 +419,7 @@ class Images:
         self._retry_step = step + self._retry_after
         self._retry_after = min(2 * self._retry_after, self._storage.settings.snapshot_every)
         if not self.is_owed:
-            warn(
-                _logger,
-                Code.SNAPSHOT_PUT_OFF,
-                "rank %d: no full snapshot now: %s",
-                self._storage.rank,
-                error,
-            )
+            Code.SNAPSHOT_PUT_OFF.warn(f"no full snapshot now: {error}", rank=self._storage.rank)
         self.is_owed = True
         self._storage.errors.of_snapshot = str(error)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    lowdiff.commit.storage WARNING LD102: rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
+    lowdiff WARNING LD102: rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
 
 The same pairs are attributes of the ``LogRecord``, so a formatter of the user's may print them as
 ``%(event)s`` or collect them as JSON. Every warning begins with its code, which is the attribute
@@ -14,8 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import unicodedata
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
+
+#: One logger for all, without a handler; lines are told apart by code and event.
+_logger = logging.getLogger("lowdiff")
 
 #: Control and format characters (C0, C1, bidi overrides), line separators, lone surrogates.
 _UNPRINTABLE = ("Cc", "Cf", "Zl", "Zp", "Cs")
@@ -130,6 +135,29 @@ class Code(Enum):
         """The short name, in snake case."""
         return self.name.lower()
 
+    def warn(
+        self,
+        text: str | Exception,
+        *,
+        level: int = logging.WARNING,
+        exc_info: bool = False,
+        **facts: Any,
+    ) -> None:
+        """Log a warning as one line: ``LD112: rank 0: No space left [event=write_failed rank=0]``.
+
+        Args:
+            text: Finished sentence, or the error that says it; escaped as `printable` does.
+            level: ``logging.ERROR`` where a process or a task ends.
+            exc_info: Whether to add the traceback of the exception that is handled.
+            facts: Numbers, booleans or text, which end the line. Their names become attributes of
+                the record, so none may be an attribute of ``logging.LogRecord`` itself. ``rank``
+                also stands in front of the text.
+        """
+        if facts:
+            facts = {"event": self.event, **facts}
+        extra = {"event": self.event, "code": self.value}
+        _log(level, f"{self.value}: ", text, facts, exc_info=exc_info, extra=extra)
+
 
 def printable(text: str) -> str:
     """Return text of a run as one line without characters that control a terminal.
@@ -144,70 +172,33 @@ def printable(text: str) -> str:
     )
 
 
-def log_event(logger: logging.Logger, level: int, event: str, text: str, **fields: Any) -> None:
-    """Log one notable event as one line; `warn` logs what needs somebody.
+def inform(text: str, **facts: Any) -> None:
+    """Log what is expected, at level INFO; `Code.warn` logs what needs somebody.
 
     Args:
-        logger: Logger of the calling module.
-        level: ``logging.INFO`` for expected events.
-        event: Name of the kind of event, in snake case; never changes.
-        text: Finished sentence.
-        fields: Facts: numbers, booleans or text. Their names become attributes of the record, so
-            none may be an attribute of ``logging.LogRecord`` itself.
+        text: As for `Code.warn`.
+        facts: As for `Code.warn`. ``event`` is the kind of event, in snake case; it never changes.
     """
-    if logger.isEnabledFor(level):
-        facts = {"event": event, **fields}
-        pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
-        # One level up is the caller, whose line %(lineno)d shall name.
-        logger.log(
-            level,
-            "%s [%s]",
-            printable(" ".join(text.splitlines())),
-            pairs,
-            extra=facts,
-            stacklevel=2,
-        )
+    _log(logging.INFO, "", text, facts)
 
 
-def warn(
-    logger: logging.Logger,
-    code: Code,
-    text: str,
-    *args: object,
-    level: int = logging.WARNING,
+def _log(
+    level: int,
+    code: str,
+    text: object,
+    facts: Mapping[str, Any],
+    *,
     exc_info: bool = False,
-    **fields: Any,
+    extra: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Log a warning, with its code in front: ``LD112: rank 0: [Errno 28] ... [event=write_failed ...]``.
-
-    Args:
-        logger: The module's.
-        code: The warning's code. The record has it as attribute ``code``, and its name as ``event``.
-        text: Finished sentence; a format for ``args``, if there are any.
-        args: Values for the format.
-        level: ``logging.ERROR`` where a process or a task ends.
-        exc_info: Whether to add the traceback of the exception that is handled.
-        fields: Facts, as for `log_event`; with facts the line is one line and ends with the pairs.
-    """
-    if not logger.isEnabledFor(level):
-        return
-    facts = {"event": code.event, **fields}
-    if fields:
-        sentence = text % args if args else text
-        pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
-        args = (printable(" ".join(sentence.splitlines())), pairs)
-        text = "%s [%s]"
-    elif not args:
-        args, text = (text,), "%s"
-    line = f"{code.value}: {text}"
-    logger.log(
-        level,
-        line,
-        *args,
-        exc_info=exc_info,
-        extra={"code": code.value, **facts},
-        stacklevel=2,
-    )
+    if _logger.isEnabledFor(level):
+        rank = f"rank {facts['rank']}: " if "rank" in facts else ""
+        line = code + rank + " ".join(str(text).splitlines())
+        if facts:
+            line += f" [{' '.join(f'{name}={_quoted(value)}' for name, value in facts.items())}]"
+        # Two levels up is the caller, whose line %(lineno)d shall name.
+        everything = {**facts, **extra}
+        _logger.log(level, "%s", printable(line), exc_info=exc_info, extra=everything, stacklevel=3)
 
 
 def _quoted(value: Any) -> str:

@@ -7,9 +7,8 @@ from lowdiff.errors import ConfigError, StepNotFound
 from lowdiff.persistence.retention.collect import retention_locked, take_inventory
 from lowdiff.persistence.retention.plan import is_on, owner_of
 from lowdiff.persistence.run.catalog import begun_fences, scan
-from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.run.fences import lineage, read_fence, read_run_id
 from lowdiff.persistence.run.journal import Pin, check_label, write_pin
-from lowdiff.persistence.run.lineage import lineage
 from lowdiff.recovery.plan import plan_recovery, recoverable
 from lowdiff.settings import Settings
 

@@ -8,7 +8,6 @@ to the *wakeup file descriptor* at once, and a thread reads it here.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -16,10 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
-
-_logger = logging.getLogger(__name__)
 
 #: Signals before a kill: Kubernetes and torchrun send SIGTERM, Slurm either of them.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -46,9 +43,7 @@ class SignalWatch:
         """
         self.notice: Callable[[], None] | None = notice
         if not _is_main_thread():
-            warn(
-                _logger,
-                Code.SIGNALS_NOT_SEEN,
+            Code.SIGNALS_NOT_SEEN.warn(
                 "attach() was not called from the main thread, where alone Python allows signal "
                 "handlers: SIGTERM and SIGUSR1 do not set checkpointer.preempted",
             )
@@ -146,8 +141,10 @@ class _Handlers:
                 notice, watch.notice = watch.notice, None
                 if notice is not None:
                     notice()
-                    text = f"{name}: staged steps become durable now, and each further step at once"
-                    warn(_logger, Code.PREEMPTED, text, signal=name)
+                    Code.PREEMPTED.warn(
+                        f"{name}: staged steps become durable now, and each further step at once",
+                        signal=name,
+                    )
 
 
 # Signals and forks belong to the process, not to an object. There is at most one entry.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,14 +9,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lowdiff.commit.session import Session
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.loop.dataloader import Body
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import is_unmoved, random_generators, restore_random_states
 from lowdiff.recovery.state import RNG_ITEM
-
-_logger = logging.getLogger(__name__)
 
 
 class LoopState(dict[str, Any]):
@@ -210,23 +207,19 @@ class TrainingLoop:
         names = self._draws.names()
         self._draws = None
         if names:
-            warn(
-                _logger,
-                Code.GENERATORS_DRAWN,
-                "%s drawn from between attach and the first step, and restored now: an uninterrupted "
-                "run drew other numbers there. If the loop trains with them, as with a batch that is "
-                "fetched ahead, keep them in checkpointer.state, which attach restores, and draw only "
-                "what that state lacks",
-                f"the random generator{'s' * (len(names) > 1)} of {' and '.join(names)} "
-                + ("were" if len(names) > 1 else "was"),
+            several, was = ("s", "were") if len(names) > 1 else ("", "was")
+            Code.GENERATORS_DRAWN.warn(
+                f"the random generator{several} of {' and '.join(names)} {was} drawn from between "
+                "attach and the first step, and restored now: an uninterrupted "
+                "run drew other numbers there. If the loop trains with them, as with a batch that "
+                "is fetched ahead, keep them in checkpointer.state, which attach restores, and "
+                "draw only what that state lacks",
             )
 
     def _leave_generators(self) -> None:
         """Keep the generators: the first body is over, and restoring them would repeat its numbers."""
         if self._restored == _NOWHERE:
-            warn(
-                _logger,
-                Code.GENERATORS_NOT_RESTORED,
+            Code.GENERATORS_NOT_RESTORED.warn(
                 "the random generators were not restored, because the first step after attach "
                 "began without a forward pass of the attached model with gradients on: this run "
                 "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "

@@ -1,1 +1,1 @@
-"""What lowdiff knows of the live training: model, optimizers, objects, averages and ranks."""
+"""The live training as lowdiff knows it: model, optimizers, objects, averages and ranks."""

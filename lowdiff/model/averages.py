@@ -7,22 +7,19 @@ frozen parameters, custom functions) is logged when it changes, like any statefu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import dtype_name, own_name
 from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached, wrappers
 from lowdiff.recovery.replay.averages import rule_of
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.types import AverageStep, ItemRef, Layout
-
-_logger = logging.getLogger(__name__)
 
 
 class LiveAverage:
@@ -56,7 +53,7 @@ class LiveAverage:
         return self._fingerprint() == self._seen
 
     def commit(self) -> AverageStep | None:
-        """What it did since the last call; None if that cannot be replayed."""
+        """Return its step since the last call; None if that cannot be replayed."""
         (count, versions), (now, written) = self._seen, self._fingerprint()
         self._seen = (now, written)
         updated = now == count + 1
@@ -91,7 +88,7 @@ class Averages:
         )
 
     def commit(self) -> tuple[dict[str, AverageStep], bool]:
-        """What every average did since the last call, and whether all of it can be replayed."""
+        """Return the step of every average since the last call, and whether all can be replayed."""
         found = {name: average.commit() for name, average in self._live.items()}
         steps = {name: step for name, step in found.items() if step is not None}
         return steps, len(steps) == len(found)
@@ -133,14 +130,11 @@ def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[st
         if parameters and rule_of(thing) is not None:
             found[name] = LiveAverage(name, thing, parameters)
         else:
-            warn(
-                _logger,
-                Code.AVERAGE_NOT_REPLAYED,
-                "%s averages with a function of its own, or over other parameters than the "
-                "attached ones, or over one of several parts that are alike; it is not replayed but "
-                "logged whole at every update; use one of torch.optim.swa_utils' functions, and "
-                "average the attached model",
-                name,
+            Code.AVERAGE_NOT_REPLAYED.warn(
+                f"{name} averages with a function of its own, or over other parameters than the "
+                "attached ones, or over one of several parts that are alike; it is not replayed "
+                "but logged whole at every update; use one of torch.optim.swa_utils' functions, "
+                "and average the attached model",
             )
     return found
 

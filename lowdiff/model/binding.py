@@ -1,4 +1,4 @@
-"""What a trainer attached: the model's layout and how its optimizers divide it."""
+"""The attached training: the model's layout and how its optimizers divide it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import INT_OF_BYTES, byte_view, dtype_name, flat, is_dense, own_name
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.values import decode, encode, same
@@ -27,16 +26,13 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.types import ITEM_BYTES, ItemRef
 
-_logger = logging.getLogger(__name__)
-
-
 #: Elements of each, at least, if it has so many: reading them in every step must cost little.
 _NUM_ELEMENTS = 8
 _INTEGERS = {1: torch.int8, **INT_OF_BYTES}
 
 
 class FrozenSamples:
-    """What a few elements of each frozen parameter were when it was last read whole.
+    """A few elements of each frozen parameter as they were when it was last read whole.
 
     A target network or a momentum encoder that is written through ``.data`` changes everywhere, so
     these tell. A write to a part may pass between them.
@@ -194,26 +190,40 @@ class ItemTracker:
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
+        found = {name: self._generator(name) for name in self._random}
+        for name, outline in self._outlines().items():
+            found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        return found
+
+    def _generator(self, name: str) -> bytes:
+        """The state of a random generator now."""
+        raw, seen = self._random[name][0](), self._seen_random.get(name)
+        # Generators seldom move, and comparing is cheaper than encoding so many numbers.
+        if seen is None or not is_unmoved(seen[0], raw):
+            seen = self._seen_random[name] = raw, encode(raw, name=name)
+        return seen[1]
+
+    def _outlines(self) -> dict[str, Any]:
+        """The state of every stateful object now, without its large tensors, which `tensors` has then."""
         found = {}
-        for name, (read, _) in self._random.items():
-            raw, seen = read(), self._seen_random.get(name)
-            # Generators seldom move, and comparing is cheaper than encoding so many numbers.
-            if seen is None or not is_unmoved(seen[0], raw):
-                seen = self._seen_random[name] = raw, encode(raw, name=name)
-            found[name] = seen[1]
         self._apart = {}
         for name, read in self._stateful.items():
-            outline, apart = outlined(name, read())
+            found[name], apart = outlined(name, read())
             self._apart |= apart
-            found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
 
     def peek(self, names: AbstractSet[str]) -> dict[str, bytes]:
         """Return some items as they are now; the next `changed` tells the same as without this call."""
-        found = {name: data for name, data in self.read().items() if name in names}
-        tensors = self.tensors
-        for name in names & tensors.keys():
-            found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)
+        found = {name: self._generator(name) for name in self._random if name in names}
+        if len(found) == len(names):  # to ask the objects, and to look for tensors, costs more
+            return found
+        for name, outline in self._outlines().items():
+            if STATEFUL_ITEM + name in names:
+                found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        if len(found) < len(names):
+            tensors = self.tensors
+            for name in names & tensors.keys():
+                found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)
         return found
 
     def is_as_committed(self) -> bool:
@@ -326,13 +336,10 @@ class ItemTracker:
     def _distrust_versions(self, name: str) -> None:
         """A frozen parameter was written through ``.data``, as momentum encoders are."""
         if self._trusts_versions:
-            warn(
-                _logger,
-                Code.FROZEN_WRITTEN,
-                "%s is frozen but was written through .data; from now on every frozen parameter is "
-                "read at every step; write it under torch.no_grad() instead, or attach an "
-                "AveragedModel, which is replayed",
-                name,
+            Code.FROZEN_WRITTEN.warn(
+                f"{name} is frozen but was written through .data; from now on every frozen "
+                "parameter is read at every step; write it under torch.no_grad() instead, or "
+                "attach an AveragedModel, which is replayed",
             )
         self._trusts_versions = False
 
@@ -341,10 +348,8 @@ def name_large_items(tracker: ItemTracker) -> None:
     """Tell the user what costs much in every step that changes it."""
     large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
     if large:
-        _logger.info(
-            "a step logs these whole if it changes them: %s",
-            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
-        )
+        sizes = ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items())
+        inform(f"a step logs these whole if it changes them: {sizes}")
 
 
 def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -412,18 +417,14 @@ class ExtraStates:
         new = [key for key in self._modules if key not in state]
         gone = [key for key in state if key not in self._modules]
         if new:
-            warn(
-                _logger,
-                Code.MODULE_STATE_MISSING,
-                "the run has no state of these modules, which keep what they were built with: %s",
-                ", ".join(new),
+            Code.MODULE_STATE_MISSING.warn(
+                "the run has no state of these modules, which keep what they were built with: "
+                f"{', '.join(new)}",
             )
         if gone:
-            warn(
-                _logger,
-                Code.MODULE_STATE_LEFT_OUT,
-                "no module of the model takes these states of the run, which are left out: %s",
-                ", ".join(gone),
+            Code.MODULE_STATE_LEFT_OUT.warn(
+                "no module of the model takes these states of the run, which are left out: "
+                f"{', '.join(gone)}",
             )
 
     def _placed(self, value: Any, on_device: list[bool]) -> Any:
@@ -435,7 +436,7 @@ class ExtraStates:
 def with_extra_states(
     stateful: Mapping[str, Stateful], module: torch.nn.Module, device: torch.device
 ) -> dict[str, Stateful]:
-    """What was attached by name, and the extra states of the model if its modules have any.
+    """Return the objects attached by name, and the model's extra states if its modules have any.
 
     Args:
         stateful: What was attached by name.
@@ -466,7 +467,7 @@ def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]
 
 
 def _on_device(value: Any) -> list[bool]:
-    """Of each tensor in ``value``, whether it is on an accelerator."""
+    """Say of each tensor in ``value`` whether it is on an accelerator."""
     found: list[bool] = []
     _each_tensor(value, lambda _, tensor: found.append(not tensor.is_cpu))
     return found

@@ -1,4 +1,4 @@
-"""What ranks tell each other at attach and at close, over a process group of lowdiff's own.
+"""Exchange between ranks at attach and at close, over a process group of lowdiff's own.
 
 Background collectives on the training group would deadlock with DDP's, so every exchange here uses
 a Gloo group made for it. Nothing is pickled: values travel in the run's own encoding.

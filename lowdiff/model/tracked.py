@@ -1,4 +1,4 @@
-"""What a trainer gave to ``attach``, and what watches it."""
+"""The objects that a trainer gave to ``attach``, and what watches them."""
 
 from __future__ import annotations
 

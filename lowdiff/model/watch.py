@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from lowdiff.core.digest import Looker, in_order, join
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached
@@ -24,12 +23,10 @@ from lowdiff.model.items import extra_state_keys
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a look at the end of a step found.
+    """Findings of a look at the end of a step.
 
     Attributes:
         digests: See `Differential.digests`.
@@ -154,7 +151,7 @@ class Watch:
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]
     ) -> tuple[dict[str, AverageStep], Written]:
-        """What averages did, with digests, and what something else than the optimizer wrote."""
+        """Return what averages did, with digests, and what something else than the optimizer wrote."""
         before, self._before = self._before, {}
         found = self._look(self._own)
         after = self._changed(found) if self._is_live else {}
@@ -169,14 +166,14 @@ class Watch:
         return {i: self._values(i, self._attached.parameters[i]) for i in changed}
 
     def _values(self, index: int, tensor: torch.Tensor) -> Bits:
-        """What a parameter, or its average, holds now: a copy, because its record may be staged later."""
+        """Copy the values of a parameter, or its average: their record may be staged later."""
         strides = self._attached.layout.parameters[index].strides
         return bits(flat(in_order(tensor, strides)))
 
     def _look_at_averages(
         self, averages: Mapping[str, AverageStep], after: Mapping[int, Bits]
     ) -> tuple[dict[str, AverageStep], dict[str, dict[int, Bits]]]:
-        """What averages did, with digests; and what of them only values can tell.
+        """Return what averages did, with digests, and what of them only values can tell.
 
         These are what was written without an update, and averages of parameters that something else
         wrote in the same step: nobody knows which of the two came first.
@@ -205,17 +202,13 @@ class Watch:
             return
         self._told.update(news)
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
-        warn(
-            _logger,
-            Code.FOREIGN_WRITE,
-            "rank %d: something else than the optimizer wrote to %r%s in step %d (clamping, weight "
-            "normalisation, load_state_dict, ...). Training goes on and the step stays exact; each "
-            "step that does so logs these parameters whole, %s bytes. This is said once per parameter",
-            self._rank,
-            self._attached.layout.parameters[news[0]].name,
-            more,
-            step,
-            f"{sum(written[i].nbytes for i in news):,}",
+        Code.FOREIGN_WRITE.warn(
+            "something else than the optimizer wrote to "
+            f"{self._attached.layout.parameters[news[0]].name!r}{more} in step {step} (clamping, "
+            "weight normalisation, load_state_dict, ...). Training goes on and the step stays "
+            "exact; each step that does so logs these parameters whole, "
+            f"{sum(written[i].nbytes for i in news):,} bytes. This is said once per parameter",
+            rank=self._rank,
         )
 
 
@@ -244,7 +237,7 @@ _ATTACH_ANEW = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What an optimizer held when it was last looked at.
+    """Content of an optimizer when it was last looked at.
 
     The objects themselves are kept, not their ids, which others could have by now.
 
@@ -262,8 +255,10 @@ class _Held:
 class StepGuard:
     """Watches what happens to optimizers and their state outside ``optimizer.step``."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, is_replayed: bool) -> None:
+        """Look at the optimizers for the first time; around each step only if steps are replayed."""
         self._attached = attached
+        self._is_replayed = is_replayed
         self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._own = [
@@ -319,7 +314,7 @@ class StepGuard:
             )
         self._keep_forms(self._own[index])
         self._refuse_other_gradients(index)
-        return self._look_again(index)
+        return self._is_replayed and self._look_again(index)
 
     def _refuse_other_gradients(self, index: int) -> None:
         for i in self._own[index]:
@@ -371,13 +366,10 @@ class StepGuard:
             parameter.grad = in_order(parameter.grad, spec.strides)
         if not self._has_reordered:
             self._has_reordered = True
-            warn(
-                _logger,
-                Code.MEMORY_ORDER_CHANGED,
-                "%r was assigned values in another memory order (.t(), channels_last, ...); they were "
-                "copied into the order that it had at attach, which replay goes by. Assign with "
-                "p.data.copy_(values) to avoid the copy. This is said once",
-                spec.name,
+            Code.MEMORY_ORDER_CHANGED.warn(
+                f"{spec.name!r} was assigned values in another memory order (.t(), channels_last, "
+                "...); they were copied into the order that it had at attach, which replay goes "
+                "by. Assign with p.data.copy_(values) to avoid the copy. This is said once",
             )
 
     def after_step(self, index: int) -> None:
@@ -389,7 +381,8 @@ class StepGuard:
         Raises:
             UnsupportedOptimizer: If it keeps state that belongs to no parameter.
         """
-        self._look_again(index)
+        if self._is_replayed:
+            self._look_again(index)
         optimizer = self._attached.optimizers[index]
         if len(optimizer.state) != self._num_entries[index]:
             refuse_foreign_state(optimizer)

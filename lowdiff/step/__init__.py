@@ -1,1 +1,1 @@
-"""What happens inside a step: DDP's hook, the optimizers' hooks, loss scale and residual."""
+"""The inside of a step: DDP's hook, the optimizers' hooks, loss scale and residual."""

@@ -26,7 +26,7 @@ _OUTSIDE = (
 
 
 class HookState:
-    """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
+    """State that `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
 
     A copy of the model, deep or pickled, gets an empty one.
 
@@ -106,7 +106,7 @@ class HookState:
     def _settled(
         self, buffer: torch.Tensor, done: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """What DDP gets; on whichever thread ends the exchange."""
+        """Return what DDP gets; on whichever thread ends the exchange."""
         try:
             return done.value()
         except (LowDiffError, torch.OutOfMemoryError) as error:

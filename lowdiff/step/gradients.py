@@ -1,21 +1,20 @@
-"""What may happen to gradients before an optimizer consumes them, and what is refused."""
+"""Gradients between their exchange and the optimizer: their loss scale, clipping, and what is refused."""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
-
-_logger = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -102,13 +101,58 @@ class Gradients:
         parameters, owner = self._attached.parameters, self._attached.owner
         if any(owner[i] == optimizer and r() is parameters[i].grad for i, r in self._kept.items()):
             self._has_told_kept = True
-            warn(
-                _logger,
-                Code.GRADIENTS_KEPT,
-                "step %d ended without optimizer.step(), and the next one uses its gradients, unless "
-                "they were zeroed in place: a run that resumes between the two lacks them, and what "
-                "was compressed away of them is owed anew; run all backward passes of an optimizer "
-                "step between two commits, or clear what a skipped step leaves with "
-                "optimizer.zero_grad(). This is said once",
-                step - 1,
+            Code.GRADIENTS_KEPT.warn(
+                f"step {step - 1} ended without optimizer.step(), and the next one uses its "
+                "gradients, unless they were zeroed in place: a run that resumes between the two "
+                "lacks them, and what was compressed away of them is owed anew; run all backward "
+                "passes of an optimizer step between two commits, or clear what a skipped step "
+                "leaves with optimizer.zero_grad(). This is said once",
             )
+
+
+class Scaling:
+    """The loss scale that exchanged gradients carry, and coefficients of clipping."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+        self._scale = 1.0
+        self._seen: tuple[int, int] | None = None
+        self._clipped_by: tuple[float, ...] = ()
+
+    def loss_scale(self) -> float:
+        """By what the gradients that are exchanged now were multiplied."""
+        # It may be updated before or after a commit, or between two backward passes of a step.
+        tensor = None if self._scaler is None else self._scaler._scale
+        if self._scaler is not None and tensor is not None:
+            seen = id(tensor), tensor._version
+            if seen != self._seen:  # reading it stops the host on CUDA
+                self._seen, self._scale = seen, float(self._scaler.get_scale())
+        return self._scale
+
+    def exchanged_at(self, scale: float) -> None:
+        """Tell the scale of gradients that are exchanged outside a backward pass."""
+        self._scale = scale
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Factors that gradients were probably multiplied by since their exchange, in order."""
+        scale = self.loss_scale()
+        if scale in (0.0, 1.0):
+            return self._clipped_by
+        # As ``GradScaler.unscale_`` computes it: a float32.
+        inverse = float(torch.tensor(scale, device="cpu").double().reciprocal().float())
+        return (inverse, *self._clipped_by)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
+    ) -> torch.Tensor:
+        """Clip as PyTorch does, and note by what; returns the total norm, shape ``[]``."""
+        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        total = torch.nn.utils.clip_grad_norm_(own, max_norm, **options)
+        coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        self._clipped_by = (*self._clipped_by, float(coefficient))
+        return total
+
+    def end_step(self) -> None:
+        """Forget the step's clipping."""
+        self._clipped_by = ()

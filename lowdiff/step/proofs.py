@@ -16,14 +16,13 @@ a step together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import flat_like, shares_of
 from lowdiff.errors import RankLost, UnsupportedOptimizer
 from lowdiff.model.binding import Attached
@@ -34,8 +33,6 @@ from lowdiff.recovery.replay.optimizers import granularity, is_registered
 from lowdiff.recovery.replay.proof import Held, refuse_unproven
 from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.types import Fence, OptimizerStep
-
-_logger = logging.getLogger(__name__)
 
 #: Steps that changed a parameter, counted from 1, which are proven; no copies are made after the last.
 _PROVEN = (1, 2, 10)
@@ -74,13 +71,16 @@ class Proofs:
         has_late_state: Whether the step under way has made state that replay was not proven to make.
     """
 
-    def __init__(self, attached: Attached, fence: Fence, ranks: Ranks) -> None:
+    def __init__(
+        self, attached: Attached, fence: Fence, ranks: Ranks, *, is_replayed: bool
+    ) -> None:
         """Begin with what is attached now, restored if the run has history.
 
         Args:
             attached: Model and optimizers.
             fence: Of this incarnation and rank.
             ranks: Compare their verdicts.
+            is_replayed: Whether recovery replays steps; else there is nothing to prove.
         """
         self.refusal: UnsupportedOptimizer | None = None
         self.has_late_state = False
@@ -89,7 +89,7 @@ class Proofs:
         share = set(shares_of(fence.layout, fence.world_size)[fence.rank])
         self._courses: dict[int, _Course] = {}
         for index, spec in enumerate(attached.specs):
-            if not is_registered(spec):
+            if not (is_replayed and is_registered(spec)):
                 continue
             is_whole = granularity(spec) == "whole"
             own = {
@@ -197,16 +197,12 @@ class Proofs:
     def _put_off(self, index: int, course: _Course, step: int, new: set[str]) -> None:
         """State came after the copies had ended: snapshot this step, and prove the next."""
         course.is_owed = self.has_late_state = True
-        warn(
-            _logger,
-            Code.LATE_OPTIMIZER_STATE,
-            "rank %d: %s began to keep %s in step %d, later than lowdiff copies what "
-            "a step starts from; that step costs a full snapshot, and the next one is replayed and "
-            "compared",
-            self._fence.rank,
-            self._attached.specs[index].class_name.rpartition(".")[2],
-            ", ".join(f"state[{key!r}]" for key in sorted(new)),
-            step,
+        Code.LATE_OPTIMIZER_STATE.warn(
+            f"{self._attached.specs[index].class_name.rpartition('.')[2]} began to keep "
+            f"{', '.join(f'state[{key!r}]' for key in sorted(new))} in step {step}, later than "
+            "lowdiff copies what a step starts from; that step costs a full snapshot, and the "
+            "next one is replayed and compared",
+            rank=self._fence.rank,
         )
 
     def _live(self, index: int, course: _Course) -> Held:
@@ -243,7 +239,7 @@ class Proofs:
 
 @contextmanager
 def _generators_put_back(device: torch.device) -> Iterator[None]:
-    """What is drawn inside does not move the training's random numbers on."""
+    """Put the generators back afterwards, so that draws inside do not move the training's on."""
     states = [(write, read()) for read, write in random_generators(device).values()]
     try:
         yield

@@ -19,8 +19,7 @@ from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
-from lowdiff.step.grad_scaling import Scaling
-from lowdiff.step.gradients import Gradients
+from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Sealed, State, Step
 from lowdiff.types import Differential, OptimizerStep, Payload
@@ -38,6 +37,8 @@ class Recorder:
         watches: What to look at; see `Watch`.
         most_calls: Optimizer steps that one loop body may make and a log can hold; 1 where a second
             one is an error.
+        is_replayed: Whether recovery replays steps. If not, it makes no difference what else than an
+            optimizer wrote: only full snapshots are recovered, and they hold it.
 
     Attributes:
         step: The step under way.
@@ -58,6 +59,7 @@ class Recorder:
         *,
         watches: str,
         most_calls: int,
+        is_replayed: bool,
     ) -> None:
         self._live = live
         self.reducer = reducer
@@ -65,10 +67,11 @@ class Recorder:
         self.scaling = scaling
         self.proofs = proofs
         self._most_calls = most_calls
+        self._is_replayed = is_replayed
         specs = enumerate(live.attached.specs)
         #: Optimizers that do more than work element by element.
         self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
-        self.guard = StepGuard(live.attached)
+        self.guard = StepGuard(live.attached, is_replayed=is_replayed)
         self.watch = Watch(
             live.attached,
             live.averages.named_tensors(),
@@ -216,7 +219,7 @@ class Recorder:
         step = self.step
         if step.state is State.SEALED:
             assert step.sealed is not None
-            step.sealed = replace(step.sealed, changes=frozenset(step.changes))
+            step.sealed = replace(step.sealed, changes=self._changes())
             return step.sealed
         # First, because the user's objects may raise: nothing has been read once by then.
         items = self._live.tracker.changed(thorough=thorough)
@@ -258,7 +261,7 @@ class Recorder:
         stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
         return Sealed(
             differential,
-            frozenset(step.changes),
+            self._changes(),
             groups,
             calls=step.calls,
             stepped=stepped,
@@ -267,6 +270,10 @@ class Recorder:
             other=seen.other,
             watched=seen.watched,
         )
+
+    def _changes(self) -> frozenset[Change]:
+        """Why the record of the step under way cannot be replayed, if it has to be."""
+        return frozenset(self.step.changes) if self._is_replayed else frozenset()
 
     def is_as_sealed(self) -> bool:
         """Whether the live state is still that of the last sealed step.

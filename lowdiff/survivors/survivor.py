@@ -12,7 +12,6 @@ before does.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -24,13 +23,13 @@ from typing import Protocol
 
 import torch
 
-from lowdiff.commit.share import share_of_items
-from lowdiff.core.events import Code, warn
+from lowdiff.commit.staging import share_of_items
+from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.staging.items import read_ahead, read_items
 from lowdiff.persistence.staging.status import (
@@ -42,8 +41,6 @@ from lowdiff.persistence.staging.status import (
 from lowdiff.step.states import Sealed
 from lowdiff.survivors.inheritance import Known, inherited
 from lowdiff.survivors.queue import SurvivorsQueue
-
-_logger = logging.getLogger(__name__)
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.
 _REST_SECONDS = 10.0
@@ -167,12 +164,11 @@ class Survivor:
             if saved_step is None:
                 return None
             self._saved_step = step
-            warn(
-                _logger,
-                Code.SAVED_AFTER_FAILURE,
-                f"rank {self._live.rank}: {why}; the state of step {saved_step} is saved in memory, in "
+            Code.SAVED_AFTER_FAILURE.warn(
+                f"{why}; the state of step {saved_step} is saved in memory, in "
                 f"{self._stage.root.parent}, and goes to the run folder; the next attach goes on from "
                 "there",
+                rank=self._live.rank,
                 step=saved_step,
             )
             return saved_step
@@ -296,18 +292,14 @@ class Survivor:
         if found is None:
             self._refuse(f"rank {peer.rank} died before it had staged step {step}, and {why}")
         elif why:
-            warn(_logger, Code.ITEMS_INHERITED, f"rank {peer.rank} at step {step}: {why}")
+            Code.ITEMS_INHERITED.warn(why, rank=peer.rank, step=step)
         return found
 
     def _refuse(self, why: str) -> None:
         if why != self._refused:
             self._refused = why
-            warn(
-                _logger,
-                Code.NOT_SAVED_AFTER_FAILURE,
-                f"rank {self._live.rank}: the state is not saved after the failure: {why}; the last "
-                "full snapshot counts",
-            )
+            text = f"the state is not saved after the failure: {why}; the last full snapshot counts"
+            Code.NOT_SAVED_AFTER_FAILURE.warn(text, rank=self._live.rank)
 
 
 def _is_stale(page: SurvivorStatus) -> bool:

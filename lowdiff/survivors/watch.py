@@ -20,10 +20,8 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from lowdiff.commit.session import Session
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.survivors.survivor import Survivor
-
-_logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
 #: After SIGTERM the main thread has so long to reach a commit or an end of its own.
@@ -35,7 +33,7 @@ _WAITING_IN = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "nn", "parallel", "distributed.py"),
     os.path.join("torch", "autograd", "graph.py"),
-    os.path.join("lowdiff", "commit", "news.py"),
+    os.path.join("lowdiff", "commit", "agreement.py"),
     os.path.join("lowdiff", "model", "ranks.py"),
     os.path.join("compressors", "collectives.py"),
 )
@@ -119,6 +117,7 @@ class FailureWatch:
         self._told_at: float | None = None
         self._hung_step = -1
         self._is_over = threading.Event()
+        self._process = os.getpid()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self._at_exit)
@@ -136,8 +135,9 @@ class FailureWatch:
             self._thread.join(timeout=2 * _LOOK_SECONDS)
 
     def save(self, why: str) -> None:
-        """Save the state after a failure; for any thread."""
-        self._survivor.save(why)
+        """Save the state after a failure; for any thread. A forked process has nothing to save."""
+        if os.getpid() == self._process:
+            self._survivor.save(why)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -154,7 +154,7 @@ class FailureWatch:
                 self._look()
             except Exception as error:  # noqa: BLE001 -- the thread must go on looking
                 text = f"the state could not be saved: {type(error).__name__}: {error}"
-                warn(_logger, Code.NOT_SAVED_AFTER_FAILURE, text, exc_info=True)
+                Code.NOT_SAVED_AFTER_FAILURE.warn(text, exc_info=True)
 
     def _look(self) -> None:
         is_waiting = self._main.waits_for_ranks()
@@ -181,7 +181,7 @@ class FailureWatch:
         step, seconds = self.pace.step, self.pace.seconds
         self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
-        warn(_logger, Code.HANG_SEEN, text, step=step, seconds=seconds)
+        Code.HANG_SEEN.warn(text, step=step, seconds=seconds)
         self.save("the ranks hang")
         if self._on_hang == "exit":
             _leave(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code, printable
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 _CHECK_SECONDS = 0.5
@@ -161,8 +160,8 @@ class Deaths:
         error: The problem, with the end of the process's log; empty while it may be an accident.
     """
 
-    def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
-        self._name, self._log, self._rank, self._logger = name, log, rank, logger
+    def __init__(self, name: str, log: Path, rank: int) -> None:
+        self._name, self._log, self._rank = name, log, rank
         self._is_dead = False
         self._num = 0
         self._done: Sequence[int] = ()
@@ -215,18 +214,31 @@ class Deaths:
             delay = self.count(how_it_ended(exit_code), done)
             when = f" in {delay:.0f} s" if delay else ""
             kind = self._name.removeprefix("the ")
-            text = f"{self._name} of rank {self._rank} ended; starting another{when}"
             code = Code.REPLICA_RESTARTED if kind == "replica" else Code.WRITER_RESTARTED
-            log: dict[str, Any] = {f"{kind}_log": str(self._log)}
-            warn(self._logger, code, text, rank=self._rank, exit_code=exit_code, **log)
+            facts: dict[str, Any] = {"exit_code": exit_code, f"{kind}_log": str(self._log)}
+            code.warn(f"{self._name} ended; starting another{when}", rank=self._rank, **facts)
+        return self.started(done, start, at_once=at_once)
+
+    def started(
+        self,
+        done: Sequence[int],
+        start: Callable[[], DetachedProcess],
+        *,
+        at_once: bool = False,
+    ) -> DetachedProcess | None:
+        """Start a process; a failure counts as a death.
+
+        Returns:
+            The process; None if it is too early to start one, or if starting fails.
+        """
         if not at_once and time.monotonic() < self._start_at:
             return None
         try:
             process = start()
         except OSError as error:  # no memory or process is available now; try again later
             self.count(f"it cannot be started: {error}", done)
-            text = "%s of rank %d cannot be started again now: %s"
-            warn(self._logger, Code.RESTART_FAILED, text, self._name, self._rank, error)
+            text = f"{self._name} cannot be started now: {error}"
+            Code.RESTART_FAILED.warn(text, rank=self._rank)
             return None
         self._is_dead = False
         return process
@@ -258,32 +270,36 @@ class ProcessHandle(ABC):
     """A trainer's handle on a process that serves it; starts, replaces and ends the process.
 
     Attributes:
+        has_begun: Whether the first process was started.
         restarts: Number of replacements.
         is_stopped: Whether the process is to end and is not replaced any more.
     """
 
-    def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
-        self._name, self._log, self._rank, self._logger = name, log, rank, logger
+    def __init__(self, name: str, log: Path, rank: int) -> None:
+        self._name, self._log, self._rank = name, log, rank
         self._pipe = threading.Lock()  # held to start, tell or end the process
         self.restarts = 0
+        self.has_begun = self.is_stopped = False
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
+        """Return the process id, once the first process was started."""
         return self._process.pid
 
     def orphan(self) -> None:
         """Close the pipe, as the trainer's death would."""
         self.is_stopped = True
         with self._pipe, suppress(BrokenPipeError):
-            self._close_pipe()
+            if self.has_begun:
+                self._close_pipe()
 
     def stop(self) -> None:
         """End the process at once, which the trainer's death would not do."""
         self.is_stopped = True
-        self._process.kill()
-        with self._process:  # closes the pipe and waits
-            pass
+        if self.has_begun:
+            self._process.kill()
+            with self._process:  # closes the pipe and waits
+                pass
 
     @abstractmethod
     def _start(self) -> DetachedProcess:
@@ -299,11 +315,15 @@ class ProcessHandle(ABC):
     def _begin(self) -> None:
         """Start the first process."""
         with self._pipe:
-            self._deaths = Deaths(self._name, self._log, self._rank, self._logger)
-            self._process = self._start()
-            self.is_stopped = False
-            self._checked = time.monotonic()
-            self._greet()
+            self._deaths = Deaths(self._name, self._log, self._rank)
+            self._run(self._start())
+
+    def _run(self, process: DetachedProcess) -> None:
+        """Take a first process for the one that serves; `_pipe` is held."""
+        self._process = process
+        self.has_begun, self.is_stopped = True, False
+        self._checked = time.monotonic()
+        self._greet()
 
     def _look_after(self) -> None:
         """Read the progress, and from time to time check that the process runs. For one thread."""

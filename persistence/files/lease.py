@@ -11,16 +11,13 @@ cannot be read or renewed proves nothing; only another holder's line proves that
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
 import time
 from pathlib import Path
 
-from lowdiff.core.events import Code, printable, warn
-
-_logger = logging.getLogger(__name__)
+from lowdiff.core.events import Code, printable
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOBODY = "-"
@@ -81,11 +78,8 @@ class Lease:
         while True:
             is_free = seen is None or _field(seen, 1) in (_NOBODY, self._machine)
             if not is_free and _now() - since >= self.seconds:
-                warn(
-                    _logger,
-                    Code.LEASE_TAKEN_OVER,
-                    "%s has not renewed its lease; taking over",
-                    printable(_field(seen, 3)),
+                Code.LEASE_TAKEN_OVER.warn(
+                    f"{_field(seen, 3)} has not renewed its lease; taking over"
                 )
                 is_free = True
             if is_free and self._take(seen):
@@ -172,13 +166,7 @@ class Lease:
             if not self._lost:
                 self._renew_line(_NOBODY)
         except OSError as error:
-            warn(
-                _logger,
-                Code.LEASE_NOT_RETURNED,
-                "the lease %s could not be released: %s",
-                self.path,
-                error,
-            )
+            Code.LEASE_NOT_RETURNED.warn(f"the lease {self.path} could not be released: {error}")
 
     def _beat(self) -> None:
         try:
@@ -189,13 +177,7 @@ class Lease:
             self._trouble = ""
         except OSError as error:
             if str(error) != self._trouble:
-                warn(
-                    _logger,
-                    Code.LEASE_NOT_RENEWED,
-                    "the lease %s cannot be renewed now: %s",
-                    self.path,
-                    error,
-                )
+                Code.LEASE_NOT_RENEWED.warn(f"the lease {self.path} cannot be renewed now: {error}")
             self._trouble = str(error)
 
     def _renew_line(self, machine: str) -> bytes | None:

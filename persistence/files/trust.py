@@ -12,7 +12,6 @@ root that the user chose keeps its mode, because most folders can be read by oth
 
 from __future__ import annotations
 
-import logging
 import os
 import pwd
 import stat
@@ -20,10 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import UntrustedStaging
-
-_logger = logging.getLogger(__name__)
 
 _PRIVATE = 0o700
 #: A root below which no folder can be made.
@@ -64,12 +61,7 @@ def readable_root(root: Path) -> Path:
     try:
         check_folder(root)
     except UntrustedStaging as error:
-        warn(
-            _logger,
-            Code.STAGING_UNTRUSTED,
-            "only the disk is read, and nothing that is staged: %s",
-            error,
-        )
+        Code.STAGING_UNTRUSTED.warn(f"only the disk is read, and nothing that is staged: {error}")
         return _NOWHERE
     return root
 
@@ -79,7 +71,7 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
     try:
         is_there = check_folder(root) and check_folder(root / run_id)
     except UntrustedStaging as error:
-        warn(_logger, Code.STAGING_UNTRUSTED, "what is staged in %s is not read: %s", root, error)
+        Code.STAGING_UNTRUSTED.warn(f"what is staged in {root} is not read: {error}")
         return
     with suppress(FileNotFoundError):  # the run's last folder may be removed meanwhile
         for path in sorted((root / run_id).iterdir()) if is_there else []:
@@ -88,7 +80,7 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
                 if why is None:
                     yield path
                 else:
-                    warn(_logger, Code.STAGING_UNTRUSTED, "%s is not read: it %s", path, why)
+                    Code.STAGING_UNTRUSTED.warn(f"{path} is not read: it {why}")
 
 
 def make_folder(root: Path, run_id: str, name: str) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import BadEncoding
 from lowdiff.types import Bits
 
 #: Every coding; the position is the coding's number in files.

@@ -12,8 +12,7 @@ from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.format.sections import read_sections
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.format.values import BadEncoding, decode, encode
 from lowdiff.types import (
     AverageStep,
     Bits,

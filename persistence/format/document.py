@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, OtherFormat
 from lowdiff.persistence.files.durable import write_file
-from lowdiff.persistence.format.framing import FORMAT_VERSION, check_version
+from lowdiff.persistence.format.framing import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -62,7 +62,8 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
     # Check this first: a flipped bit in the version must not look like a later format.
     if not good:
         raise DamagedFile(path, "the document fails its checksum")
-    check_version(path, version)
+    if version != FORMAT_VERSION:
+        raise OtherFormat(path, version, FORMAT_VERSION)
     del document["format"]
     return dict(document)
 

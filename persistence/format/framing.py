@@ -45,12 +45,6 @@ class RecordKind(IntEnum):
 _KINDS = frozenset(map(int, RecordKind))
 
 
-def check_version(path: Path | str, version: int) -> None:
-    """Refuse another format version with `OtherFormat`; call this once the file's checksum holds."""
-    if version != FORMAT_VERSION:
-        raise OtherFormat(path, version, FORMAT_VERSION)
-
-
 @dataclass(frozen=True, slots=True)
 class FileHeader:
     """The first 64 bytes of a chunk or segment.
@@ -111,7 +105,8 @@ class FileHeader:
         )
         if magic != _FILE_MAGIC or crc != crc32c(head[:-4]):
             raise DamagedFile(path, "the file header fails its checksum", offset=0)
-        check_version(path, version)
+        if version != FORMAT_VERSION:
+            raise OtherFormat(path, version, FORMAT_VERSION)
         if kind not in (FileKind.CHUNK, FileKind.SEGMENT):
             raise DamagedFile(path, f"unknown file kind {kind}", offset=0)
         return cls(FileKind(kind), run_id.hex(), incarnation, rank, world_size, sequence)

@@ -44,7 +44,7 @@ def _item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageEntry:
-    """What an image's header says of one tensor.
+    """Description of one tensor in an image's header.
 
     Attributes:
         name: Prefix and name, e.g. ``"model/wte.weight"``.
@@ -202,7 +202,7 @@ def read_image_header(descriptor: int) -> ImageHeader:
 
 
 def header_of(image: memoryview) -> ImageHeader:
-    """What an image in memory says of its tensors.
+    """Return the header of an image in memory.
 
     Raises:
         EOFError, ValueError, LookupError, TypeError: If it is no image.

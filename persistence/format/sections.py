@@ -10,7 +10,7 @@ import numpy as np
 from lowdiff.persistence.files.checked_copy import CheckedCopy
 from lowdiff.persistence.format.codec import CODINGS, Codec
 from lowdiff.persistence.format.framing import padded
-from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import BadEncoding
 from lowdiff.types import Layout, Section
 
 #: Name length, coding, item bytes, reserved, number of items, stored bytes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 from array import array
@@ -17,6 +16,7 @@ from typing import IO
 import numpy as np
 from crc32c import crc32c
 
+from lowdiff.core.events import inform
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.checked_copy import checksum_of
 from lowdiff.persistence.files.durable import write_at
@@ -26,8 +26,6 @@ from lowdiff.persistence.format.framing import (
     RecordHeader,
     RecordRef,
 )
-
-_logger = logging.getLogger(__name__)
 
 _MAGIC = b"LDSEALED"
 _TRAILER = struct.Struct("<QQQ28x8sI")
@@ -240,7 +238,7 @@ def write_footer(path: Path, footer: bytes, end: int) -> bool:
                     file.truncate(end)
                 raise
     except OSError as error:
-        _logger.info("%s is not sealed: %s", path, error)
+        inform(f"{path} is not sealed: {error}")
         return False
     return True
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
@@ -30,12 +29,9 @@ from lowdiff.persistence.retention.plan import (
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
-from lowdiff.persistence.run.fences import read_fence, require_run
+from lowdiff.persistence.run.fences import lineage, read_fence, require_run
 from lowdiff.persistence.run.journal import read_pins, write_collected
-from lowdiff.persistence.run.lineage import lineage
 from lowdiff.types import Retention
-
-_logger = logging.getLogger(__name__)
 
 #: Errors of the system if the disk, or the user's quota, is full.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -139,11 +135,10 @@ def take_inventory(
             elif snapshot.step <= newest_whole:
                 unreadable[path] = "it appeared while the others were checked"
     for path, why in sorted(unreadable.items()):
-        text = (
-            "old files stay: %s may be needed, but %s; it and the older files that may be needed "
-            "instead stay until it can be read or you delete it"
+        Code.SNAPSHOT_UNREADABLE.warn(
+            f"old files stay: {path} may be needed, but {why}; it and the older files that may be "
+            "needed instead stay until it can be read or you delete it",
         )
-        warn(_logger, Code.SNAPSHOT_UNREADABLE, text, path, why)
     return Inventory(
         spans=lineage(fences),
         snapshots=tuple(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.journal import Pin
-from lowdiff.persistence.run.lineage import Span
 from lowdiff.types import Retention
 
 _HOUR_SECONDS = 3600.0

@@ -8,18 +8,15 @@ replica's queue, of which only the header was read: if its record is torn, the s
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.segment_file import SegmentFile
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +259,7 @@ class RankRecords(Mapping[int, StoredRecord]):
             found, damage = [], error
         if damage is not None:
             self._damage.append(damage)
-            warn(_logger, Code.RECORD_DAMAGED, "%s", printable(str(damage)))
+            Code.RECORD_DAMAGED.warn(damage)
         at = next(i for i, stretch in enumerate(self._listed) if stretch.path == wrong.path)
         self._listed[at : at + 1] = found
         self._stretches, self._ranges, self._rebases, self._open = [], None, None, None
@@ -279,7 +276,7 @@ class RankRecords(Mapping[int, StoredRecord]):
                 if found.path.exists():  # otherwise a live trainer has reused the memory
                     what = f"step {step} fails its checksum"
                     self._damage.append(DamagedFile(found.path, what, offset=found.record.offset))
-                    warn(_logger, Code.RECORD_DAMAGED, "%s", printable(str(self._damage[-1])))
+                    Code.RECORD_DAMAGED.warn(self._damage[-1])
                 return False
             self._intact.add(step)
         return True

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import StagingFolder
-
-_logger = logging.getLogger(__name__)
 
 #: A chunk that is this many times as long as needed is replaced. Lengths vary a little by step.
 _TOO_LONG = 1.25
@@ -122,8 +119,10 @@ class Chunks:
     def _warn_refused(self, error: StorageError) -> None:
         if not self._is_refused:
             self._is_refused = True
-            text = "rank %d: %s. Until then training waits for free chunks; this is said once"
-            warn(_logger, Code.STAGING_FULL, text, self._folder.rank, error)
+            Code.STAGING_FULL.warn(
+                f"{error}. Until then training waits for free chunks; this is said once",
+                rank=self._folder.rank,
+            )
 
     def _reuse_oldest(self, size: int, durable_step: int) -> None:
         """Begin the next chunk in the memory of the oldest; a failure changes nothing."""

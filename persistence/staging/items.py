@@ -16,8 +16,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
 _HEAD = struct.Struct("<QQI")
 #: Slot of the items that the incarnation began with; the others take turns.

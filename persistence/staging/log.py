@@ -8,12 +8,11 @@ and therefore do not count.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.checked_copy import CheckedCopy
 from lowdiff.persistence.files.mapped_file import read_view
@@ -33,8 +32,6 @@ from lowdiff.persistence.format.framing import (
 from lowdiff.persistence.format.sections import sections_bytes, write_sections
 from lowdiff.persistence.staging.chunks import Chunks
 from lowdiff.types import Section
-
-_logger = logging.getLogger(__name__)
 
 _LOOKS = 3
 
@@ -311,12 +308,10 @@ class LogTail:
             return False
         self._num_looks = 0
         self._offset = record.end
-        warn(
-            _logger,
-            Code.STAGED_RECORD_DAMAGED,
-            "rank %d: the record of step %d in staging memory was damaged before it was written",
-            self._folder.rank,
-            record.header.step,
+        Code.STAGED_RECORD_DAMAGED.warn(
+            f"the record of step {record.header.step} in staging memory was damaged before it was "
+            "written",
+            rank=self._folder.rank,
         )
         self._on_damage(record.header)
         return True

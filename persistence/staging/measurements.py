@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,15 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory
+from lowdiff.persistence.files.mapped_file import Page, PageReader
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.files.shared_page import Page, PageReader
 from lowdiff.persistence.format.document import read_json, write_json
-
-_logger = logging.getLogger(__name__)
-
 
 #: Kinds of samples of one process, and samples of each kind, chosen so that all fit on its page.
 _KINDS = 9
@@ -147,8 +143,10 @@ def gather_measurements(
             decisions = read_json(staging.decisions)["decisions"]
     except LowDiffError as error:
         if ended:
-            text = "rank %d: measurements are incomplete: decisions of the tuner are lost: %s"
-            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, text, staging.rank, error)
+            Code.MEASUREMENTS_INCOMPLETE.warn(
+                f"measurements are incomplete: decisions of the tuner are lost: {error}",
+                rank=staging.rank,
+            )
     samples: dict[str, tuple[float, ...]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
@@ -180,8 +178,104 @@ def read_all_measurements(folder: RunFolder, run_id: str, rank: int) -> list[Mea
         try:
             measured = read_measurements(path)
         except (LowDiffError, OSError) as error:
-            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, "measurements are passed over: %s", error)
+            Code.MEASUREMENTS_INCOMPLETE.warn(f"measurements are passed over: {error}")
             continue
         if measured.run_id == run_id and measured.rank == rank:
             found.append(measured)
     return found
+
+
+#: Number of buckets, for quantities from ``first`` to ``first * 2 ** (BUCKETS - 2)``; larger ones
+#: are counted in the last bucket.
+BUCKETS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramValue:
+    """Content of a histogram at one moment.
+
+    Attributes:
+        first: Inclusive upper bound of the first bucket; each further bound is twice as large.
+        counts: Observations per bucket, ``BUCKETS`` of them; the last has no upper bound.
+        sum: Sum of all observations.
+        max: The largest observation, 0 before the first.
+    """
+
+    first: float
+    counts: tuple[int, ...]
+    sum: float
+    max: float
+
+    @property
+    def count(self) -> int:
+        """Return the number of observations."""
+        return sum(self.counts)
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Return the inclusive upper bounds of the buckets."""
+        return (*(self.first * 2.0**i for i in range(BUCKETS - 1)), math.inf)
+
+    def quantile(self, q: float) -> float:
+        """Estimate a quantile to within a factor of two; return 0 without observations.
+
+        Values below ``first`` are known less exactly: they lie between 0 and ``first``.
+        """
+        wanted = q * self.count
+        seen = 0
+        low = 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            if count and seen + count >= wanted:
+                high = min(bound, self.max)
+                return low + (high - low) * max(0.0, wanted - seen) / count
+            seen += count
+            low = bound
+        return 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return plain values; ``buckets`` are ``(upper bound, observations up to it)`` pairs."""
+        total = 0
+        buckets = []
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return {
+            "count": total,
+            "sum": self.sum,
+            "max": self.max,
+            "p50": self.quantile(0.5),
+            "p90": self.quantile(0.9),
+            "p99": self.quantile(0.99),
+            "buckets": buckets,
+        }
+
+
+class Histogram:
+    """Counts observations. One thread observes; others may read ``value()``."""
+
+    def __init__(self, start: HistogramValue) -> None:
+        self._first = start.first
+        self._counts = list(start.counts)
+        self._sum = start.sum
+        self._max = start.max
+
+    def observe(self, quantity: float) -> None:
+        """Add one observation, which is not negative."""
+        mantissa, exponent = math.frexp(quantity / self._first)
+        # An exact power of two belongs to the bucket that ends at this bound.
+        index = exponent - (mantissa == 0.5)
+        self._counts[min(max(index, 0), BUCKETS - 1)] += 1
+        self._sum += quantity
+        self._max = max(self._max, quantity)
+
+    def value(self) -> HistogramValue:
+        """Return the observations so far."""
+        return HistogramValue(self._first, tuple(self._counts), self._sum, self._max)
+
+
+#: Empty, for durations from a microsecond; those over 18 minutes share the last bucket.
+SECONDS = HistogramValue(1e-6, (0,) * BUCKETS, 0.0, 0.0)
+#: Empty, for sizes from 64 bytes; those over 64 GiB share the last bucket.
+BYTES = HistogramValue(64.0, (0,) * BUCKETS, 0.0, 0.0)
+#: Empty, for numbers of steps.
+STEPS = HistogramValue(1.0, (0,) * BUCKETS, 0.0, 0.0)

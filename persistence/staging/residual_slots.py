@@ -13,7 +13,6 @@ the trainer is gone: from then on, slots are ordinary files whose changes must b
 from __future__ import annotations
 
 import hashlib
-import logging
 import mmap
 import secrets
 import struct
@@ -21,12 +20,10 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.files.mapped_file import MappedFile, read_view
 from lowdiff.types import Layout, ResidualMark
-
-_logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _HEAD = struct.Struct("<QQ")
@@ -117,7 +114,7 @@ def checksum_slots(path: Path) -> None:
     except (FileNotFoundError, ValueError):  # no residual, or an empty file
         return
     except OSError as error:
-        warn(_logger, Code.RESIDUAL_UNCHECKED, "%s gets no checksum: %s", path, error)
+        Code.RESIDUAL_UNCHECKED.warn(f"{path} gets no checksum: {error}")
         return
     for number, slot in enumerate(_slots_of(view)):
         generation, known = _STAMP.unpack_from(view, _stamp_at(number))

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from lowdiff.persistence.files.mapped_file import ImageMark, Page, PageReader
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader
-from lowdiff.persistence.staging.histogram import SECONDS, HistogramValue
+from lowdiff.persistence.staging.measurements import SECONDS, HistogramValue
 
 #: Longest text on a page, in UTF-8 bytes.
 _TEXT_BYTES = 1000

@@ -9,7 +9,6 @@ seconds, unless ``AWS_TIMEOUT`` sets another time.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import re
@@ -22,13 +21,11 @@ from types import ModuleType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError, RunMismatch, StoreError
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus
-
-_logger = logging.getLogger(__name__)
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 
@@ -213,7 +210,7 @@ class StoreClient:
             except StoreError as error:
                 self.complaints.report(task, str(error))
                 self._page.update(remote_retries=self._page.status.remote_retries + 1)
-                warn(_logger, Code.STORE_REQUEST_FAILED, "rank %d: %s", self._settings.rank, error)
+                Code.STORE_REQUEST_FAILED.warn(error, rank=self._settings.rank)
                 failing_since = failing_since or time.monotonic()
                 waited = time.monotonic() - max(failing_since, self._ending_since)
                 if self.is_ending and waited > self._settings.store_timeout_seconds:

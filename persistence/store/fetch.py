@@ -7,7 +7,6 @@ rest.
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections import Counter
@@ -20,7 +19,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import TypeVar
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
 from lowdiff.persistence.files.paths import (
@@ -35,13 +34,9 @@ from lowdiff.persistence.format.framing import FileHeader, sound_end
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import complete_fences
-from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.lineage import Span, lineage
+from lowdiff.persistence.run.fences import Span, lineage, read_run_id
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.types import Fence
-
-_logger = logging.getLogger(__name__)
-
 
 _PIECE_BYTES = 16 << 20
 
@@ -440,13 +435,7 @@ def _fetch_snapshot(
             if file.kind == "manifest":
                 check_shard(path, Manifest.read(manifest_file(path, file.rank)))
     except DamagedFile as error:
-        warn(
-            _logger,
-            Code.DOWNLOAD_DAMAGED,
-            "%s of %s; going back to an older snapshot",
-            error,
-            store.url,
-        )
+        Code.DOWNLOAD_DAMAGED.warn(f"{error} of {store.url}; going back to an older snapshot")
         for file in reversed(missing):  # without its manifests it does not exist
             (folder.root / file.name).unlink(missing_ok=True)
         return False

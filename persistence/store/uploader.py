@@ -9,26 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.run.fences import require_run
+from lowdiff.persistence.retention.plan import (
+    Inventory,
+    StoredSegment,
+    StoredSnapshot,
+    plan_collection,
+)
+from lowdiff.persistence.run.catalog import begun_fences
+from lowdiff.persistence.run.fences import lineage, read_fence, require_run
+from lowdiff.persistence.run.journal import read_pins
 from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import StoreClient
 from lowdiff.persistence.store.fetch import Listing
-from lowdiff.persistence.store.retention import spent
-
-_logger = logging.getLogger(__name__)
+from lowdiff.types import Fence
 
 #: How often a failing run folder is tried once the trainer is gone, and the delay in between.
 _LAST_TRIES, _RETRY_SECONDS = 3, 2.0
@@ -88,32 +96,15 @@ class Uploader:
         try:
             await self._upload()
         except RunMismatch as error:
-            warn(
-                _logger,
-                Code.STORE_OF_OTHER_HISTORY,
-                "rank %d: %s",
-                self._settings.rank,
-                error,
-                level=logging.ERROR,
-            )
+            Code.STORE_OF_OTHER_HISTORY.warn(error, rank=self._settings.rank, level=logging.ERROR)
             self._client.complaints.report("history", str(error))
         except StoreError as error:
-            warn(
-                _logger,
-                Code.UPLOADS_GIVEN_UP,
-                "rank %d: given up: %s",
-                self._settings.rank,
-                error,
-                level=logging.ERROR,
+            Code.UPLOADS_GIVEN_UP.warn(
+                f"given up: {error}", rank=self._settings.rank, level=logging.ERROR
             )
         except Exception as error:  # noqa: BLE001 -- a bug must cost the copy in the store only, and be seen
-            warn(
-                _logger,
-                Code.UPLOADS_ENDED,
-                "rank %d: uploads ended",
-                self._settings.rank,
-                level=logging.ERROR,
-                exc_info=True,
+            Code.UPLOADS_ENDED.warn(
+                "uploads ended", rank=self._settings.rank, level=logging.ERROR, exc_info=True
             )
             self._client.complaints.report("uploads", f"ended by {error!r}; see the writer's log")
 
@@ -166,7 +157,7 @@ class Uploader:
                 )
                 if text != said:
                     said = text
-                    warn(_logger, Code.UPLOAD_FAILED, "rank %d: %s", self._settings.rank, text)
+                    Code.UPLOAD_FAILED.warn(text, rank=self._settings.rank)
                 self._client.complaints.report(what, text)
                 # One failure is no reason to give up, because retention and users remove files
                 # meanwhile.
@@ -337,13 +328,7 @@ class Uploader:
             here = Listing.of_folder(self._settings.folder)
             return spent(self._settings, self._listing, here)
         except DamagedFile as error:
-            warn(
-                _logger,
-                Code.STORE_RETENTION_FAILED,
-                "rank %d: old objects stay: %s",
-                self._settings.rank,
-                error,
-            )
+            Code.STORE_RETENTION_FAILED.warn(f"old objects stay: {error}", rank=self._settings.rank)
             return frozenset()
 
     async def _collect(self) -> None:
@@ -402,3 +387,65 @@ def _check_read(unread: Sequence[str]) -> None:
 def _unreadable(name: str, error: OSError | DamagedFile) -> str:
     why = error.what if isinstance(error, DamagedFile) else error.strerror or repr(error)
     return f"{name} cannot be read ({why})"
+
+
+def spent(settings: WriterSettings, in_store: Listing, here: Listing) -> frozenset[Path]:
+    """Return the snapshots and segments that the run's policy does not keep in the store.
+
+    Of these, files in the store can be removed, and files in the run folder only are not worth an
+    upload. Completeness and age of a snapshot are those in the store.
+
+    Args:
+        settings: Policy, run and rank of the writer.
+        in_store: Listing of the store, at least all snapshots, with their times.
+        here: Listing of the run folder.
+
+    Raises:
+        DamagedFile: If a fence or a pin is damaged, so that it is unknown which files must stay.
+    """
+    folder = settings.folder
+    if settings.retention is None:
+        return frozenset()
+    fences = _fences(settings)
+    complete = set(in_store.snapshots(fences))
+    both = Listing({**here.sizes, **in_store.sizes})
+    sizes: Counter[tuple[int, int]] = Counter()
+    written: dict[tuple[int, int], float] = {}
+    for file in both.files("manifest", "image"):
+        key = file.step, file.incarnation
+        sizes[key] += both.sizes[file.name]
+        written[key] = max(written.get(key, 0.0), in_store.written.get(file.name, 0.0))
+    inventory = Inventory(
+        spans=lineage(fences),
+        snapshots=tuple(
+            StoredSnapshot(
+                number,
+                step,
+                folder.snapshot(number, step),
+                size,
+                (step, number) in complete,
+                written[step, number],
+            )
+            for (step, number), size in sorted(sizes.items())
+        ),
+        segments=tuple(
+            StoredSegment(
+                file.incarnation,
+                file.rank,
+                file.step,
+                folder.root / file.name,
+                both.sizes[file.name],
+            )
+            for file in both.files("segment")
+        ),
+    )
+    pins = read_pins(folder, settings.run_id)
+    plan = plan_collection(inventory, settings.retention, pins, now_seconds=time.time())
+    return frozenset(removal.path for removal in plan.removals)
+
+
+def _fences(settings: WriterSettings) -> dict[int, Fence]:
+    """Return the fence of every incarnation that began."""
+    own = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
+    # If ranks have run folders of their own, they do not see each other's newest fences.
+    return {own.incarnation: own, **begun_fences(settings.folder, settings.run_id)}

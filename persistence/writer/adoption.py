@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import RunMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
@@ -30,8 +29,6 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of
-
-_logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 
@@ -60,9 +57,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 # The residual of a log's last step, and all of a replica's state, are nowhere else.
                 is_base = is_log and settings.continues
                 if not is_base and not _is_replaced(settings, stage, trainer_gone):
-                    _logger.info(
-                        "%s stays until a later incarnation's snapshot is seen", stage.root
-                    )
+                    inform(f"{stage.root} stays until a later incarnation's snapshot is seen")
                 elif is_log or FileLock(stage.replica_lock).acquire(
                     "adopting writer", timeout_seconds=1.0
                 ):
@@ -71,12 +66,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
         except (OSError, StorageError, RunMismatch) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
-                warn(
-                    _logger,
-                    Code.ADOPTION_FAILED,
-                    "cannot adopt %s: %s; it stays in staging",
-                    stage.root,
-                    error,
+                Code.ADOPTION_FAILED.warn(
+                    f"cannot adopt {stage.root}: {error}; it stays in staging"
                 )
                 errors.append(f"{type(error).__name__}: {error}")
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import threading
@@ -10,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.detached_process import (
     DetachedProcess,
@@ -23,8 +22,6 @@ from lowdiff.persistence.files.detached_process import (
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer.orders import END, WRITE_THROUGH, batch_size_word
-
-_logger = logging.getLogger(__name__)
 
 _MODULE = "lowdiff.persistence.writer.main"
 #: The writer multiplies no matrices, but NumPy would start a thread per core for them.
@@ -92,7 +89,7 @@ class WriterProcess(ProcessHandle):
             staging_root=os.path.abspath(settings.staging_root),
             trainer_pid=os.getpid(),
         )
-        super().__init__("the writer", self._settings.staging.writer_log, settings.rank, _logger)
+        super().__init__("the writer", self._settings.staging.writer_log, settings.rank)
         self._write_through = False
         self.begin_anew()
 
@@ -184,14 +181,9 @@ class WriterProcess(ProcessHandle):
             )
         lacks = store_lacks(self._settings, status, self.pid if is_running else None)
         if lacks:
-            warn(_logger, Code.STORE_BEHIND, "rank %d: %s", self._settings.rank, lacks)
+            Code.STORE_BEHIND.warn(lacks, rank=self._settings.rank)
         elif is_running:
-            warn(
-                _logger,
-                Code.WRITER_STILL_BUSY,
-                "rank %d: the writer is still busy",
-                self._settings.rank,
-            )
+            Code.WRITER_STILL_BUSY.warn("the writer is still busy", rank=self._settings.rank)
         return status
 
     def _tell(self, word: bytes) -> None:
@@ -202,11 +194,8 @@ class WriterProcess(ProcessHandle):
             try:
                 pipe.write(word)
             except BrokenPipeError:
-                warn(
-                    _logger,
-                    Code.WRITER_ENDED_BEFORE,
-                    "the writer of rank %d had ended before",
-                    self._settings.rank,
+                Code.WRITER_ENDED_BEFORE.warn(
+                    "the writer had ended before", rank=self._settings.rank
                 )
 
     def _start(self) -> DetachedProcess:

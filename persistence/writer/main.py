@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from lowdiff.core.events import Code, log_event, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import DamagedFile, LowDiffError, RunMismatch, StorageError, WriterFailed
 from lowdiff.persistence.files.detached_process import told_settings
 from lowdiff.persistence.files.locks import FileLock
@@ -29,9 +29,9 @@ from lowdiff.persistence.format.framing import RecordRef
 from lowdiff.persistence.retention.collect import DISK_FULL, collect
 from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.run.owner import Owner
-from lowdiff.persistence.staging.histogram import Histogram
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.measurements import (
+    Histogram,
     Recorder,
     gather_measurements,
     write_measurements,
@@ -56,8 +56,6 @@ from lowdiff.persistence.writer.segments import (
     batches_of,
     durable_step,
 )
-
-_logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
@@ -159,13 +157,8 @@ class Writer:
                     adopt_predecessors, self._settings, self._orders.trainer_gone
                 )
             except Exception as failure:  # noqa: BLE001 -- attach waits for it and must hear of it
-                warn(
-                    _logger,
-                    Code.ADOPTION_FAILED,
-                    "rank %d: adoption failed",
-                    self._settings.rank,
-                    level=logging.ERROR,
-                    exc_info=True,
+                Code.ADOPTION_FAILED.warn(
+                    "adoption failed", rank=self._settings.rank, level=logging.ERROR, exc_info=True
                 )
                 error = f"{type(failure).__name__}: {failure}"
             self._complaints.report("adopt", error)
@@ -196,12 +189,8 @@ class Writer:
             )
             await asyncio.to_thread(write_measurements, settings.folder, measured)
         except (OSError, LowDiffError) as error:
-            warn(
-                _logger,
-                Code.MEASUREMENTS_INCOMPLETE,
-                "rank %d: measurements are not kept: %s",
-                settings.rank,
-                error,
+            Code.MEASUREMENTS_INCOMPLETE.warn(
+                f"measurements are not kept: {error}", rank=settings.rank
             )
 
     def _may_adopt(self) -> bool:
@@ -300,8 +289,7 @@ class Writer:
             except (OSError, StorageError, RunMismatch) as error:
                 self._status.update(retries=self._status.status.retries + 1)
                 self._complaints.report(action.__name__, f"{type(error).__name__}: {error}")
-                text = f"rank {self._settings.rank}: {error}"
-                warn(_logger, Code.WRITE_FAILED, text, task=action.__name__)
+                Code.WRITE_FAILED.warn(error, rank=self._settings.rank, task=action.__name__)
                 self._give_up_if_deleted(error)
                 if isinstance(error, OSError) and error.errno in DISK_FULL:
                     await self._collect()  # retention may have failed when the newest snapshot came
@@ -368,13 +356,7 @@ class Writer:
                     collect, settings.folder, settings.run_id, settings.retention
                 )
             except (OSError, LowDiffError) as error:
-                warn(
-                    _logger,
-                    Code.RETENTION_FAILED,
-                    "rank %d: old files stay: %s",
-                    settings.rank,
-                    error,
-                )
+                Code.RETENTION_FAILED.warn(f"old files stay: {error}", rank=settings.rank)
 
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
@@ -391,9 +373,12 @@ class Writer:
             durable_snapshot=image.step,
             snapshot_bytes=status.snapshot_bytes + image.bytes,
         )
-        text = f"rank {settings.rank}: the snapshot of step {image.step} is durable"
-        log_event(
-            _logger, logging.INFO, "snapshot_durable", text, step=image.step, bytes=image.bytes
+        inform(
+            f"the snapshot of step {image.step} is durable",
+            event="snapshot_durable",
+            rank=settings.rank,
+            step=image.step,
+            bytes=image.bytes,
         )
         if self._uploader is not None:
             self._uploader.wake(snapshot=True)
@@ -408,13 +393,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     lock = FileLock(settings.staging.writer_lock)
     if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):
-        warn(
-            _logger,
-            Code.WRITER_ALREADY_RUNS,
-            "another writer holds %s",
-            lock.path,
-            level=logging.ERROR,
-        )
+        Code.WRITER_ALREADY_RUNS.warn(f"another writer holds {lock.path}", level=logging.ERROR)
         return 1
     asyncio.run(Writer(settings).run(lock))
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from array import array
@@ -16,7 +15,7 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
@@ -31,8 +30,6 @@ from lowdiff.persistence.format.segment_file import (
     write_footer,
 )
 from lowdiff.persistence.run.fences import require_run
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +173,7 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
         own = replace(record, body=memoryview(bytes(record.body)))
         step = own.header.step
         if not own.is_intact():
-            warn(_logger, Code.STEP_OVERWRITTEN, "step %d was dropped before it was durable", step)
+            Code.STEP_OVERWRITTEN.warn(f"step {step} was dropped before it was durable")
         elif runs and runs[-1][-1].header.step + 1 == step:
             runs[-1].append(own)
         else:
@@ -241,7 +238,7 @@ def durable_step(
         make_durable(path, file.header, doubtful)
         fsync_directory(path.parent)
     except OSError as error:
-        warn(_logger, Code.SEGMENT_NOT_DURABLE, "%s cannot be made durable: %s", path, error)
+        Code.SEGMENT_NOT_DURABLE.warn(f"{path} cannot be made durable: {error}")
         return max(base_step, min(step, known_step))
     seal_left(path, file.header.owner)
     return step

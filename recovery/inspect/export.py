@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
 from lowdiff.recovery.inspect.branch import new_directory
 from lowdiff.recovery.state import RecoveredState
-
-_logger = logging.getLogger(__name__)
 
 #: What ``torch.load(weights_only=True)`` takes as it is.
 _LEAVES = (
@@ -138,12 +135,9 @@ def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
             f"the model has no safetensors form ({error}); give a name ending in .pt"
         ) from error
     if left_out:
-        warn(
-            _logger,
-            Code.EXTRA_STATES_LEFT_OUT,
-            "a .safetensors file holds nothing but tensors, and lacks these extra states: %s; give a "
-            "name ending in .pt to have them",
-            ", ".join(left_out),
+        Code.EXTRA_STATES_LEFT_OUT.warn(
+            "a .safetensors file holds nothing but tensors, and lacks these extra states: "
+            f"{', '.join(left_out)}; give a name ending in .pt to have them",
         )
     return lambda file: file.write(data)
 

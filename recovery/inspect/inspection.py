@@ -1,26 +1,23 @@
-"""What a run holds, in numbers; no payload is decoded and no state is built."""
+"""A run's content in numbers; no payload is decoded and no state is built."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.persistence.run.lineage import Span
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
 from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class PinnedStep:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a run holds.
+    """Content of a run.
 
     Attributes:
         world_size: Ranks of the newest incarnation; 0 if none ever began.
@@ -167,12 +164,7 @@ def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, in
     try:
         plan = plan_in_memory(catalog, None)
     except RunInUse as error:
-        warn(
-            _logger,
-            Code.REPLICA_MEMORY_IN_USE,
-            "%s; what replicas left in memory is not listed",
-            error,
-        )
+        Code.REPLICA_MEMORY_IN_USE.warn(f"{error}; what replicas left in memory is not listed")
     memory = None if plan is None else plan.range
     return with_steps_in_memory(recoverable(catalog), memory), memory
 
@@ -204,7 +196,7 @@ def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a recovery would read.
+    """Reading that a recovery would take.
 
     Attributes:
         step: Where it leads.

@@ -1,4 +1,4 @@
-"""What every step of a run did, measured by replaying it: where did it go wrong?"""
+"""Measurements of every step of a run, by replaying it: where did the run go wrong?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FEWEST_STEPS = _FEWEST_BEFORE + 1
 
 @dataclass(frozen=True, slots=True)
 class TimelineStep:
-    """What one step did.
+    """Measurements of one step.
 
     Attributes:
         update_norm: L2 norm of the change of all parameters.
@@ -207,7 +207,7 @@ def _plans(bases: Sequence[SnapshotSet], catalog: Catalog, end: int) -> Iterator
 
 
 def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep, ...]:
-    """What replay of a snapshot leads to: averages attached later are in a later life's snapshot."""
+    """Steps that replay of a snapshot leads to: later averages are in a later life's snapshot."""
 
     def averages(incarnation: int) -> Mapping[str, Sequence[str]]:
         return catalog.incarnations[incarnation].averages

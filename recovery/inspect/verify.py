@@ -81,7 +81,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` checked and found.
+    """Checks and findings of `verify`.
 
     Attributes:
         snapshots: Steps of complete snapshots on the run's history.
@@ -291,7 +291,7 @@ class _Leg:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of a leg, or of what is in memory.
+    """Outcome of a leg, or of what is in memory.
 
     Attributes:
         failure: What is wrong; None if nothing is.
@@ -349,7 +349,7 @@ def _prove(
 
 
 def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
-    """What became of a leg that is not as it was seen: a live run removes and replaces files."""
+    """Look again at a leg that is not as it was seen: a live run removes and replaces files."""
     changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
     reached = leg.base.step + len(steps_after(catalog, leg.base.step, leg.last))
     if not changed and (reached == leg.last or gap_after(catalog, reached)):
@@ -404,7 +404,7 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
 
 
 def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
-    """What of this machine may round differently."""
+    """Return the facts of this machine that may round differently."""
     recorded = {
         f"torch {fence.environment.torch_version} on {fence.environment.device}"
         for fence in catalog.incarnations.values()

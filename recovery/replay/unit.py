@@ -114,7 +114,7 @@ class Step:
 
 
 def _joined(written: Sequence[Written]) -> Written:
-    """What ranks found written, each to its own share, in one value."""
+    """Join what ranks found written, each to its own share, in one value."""
     averages: dict[str, dict[int, Bits]] = {}
     for of_rank in written:
         for name, values in of_rank.averages.items():

@@ -48,7 +48,7 @@ PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOLCK)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What a new file starts with.
+    """Initial content of a new file.
 
     Attributes:
         step: The step of all of it.
@@ -172,7 +172,7 @@ class ReplicaFile:
         }
 
     def base(self) -> dict[str, Any]:
-        """What `Contents.base` was."""
+        """`Contents.base` as it was given."""
         found: dict[str, Any] = decode(self._region("base"))
         return found
 
@@ -217,7 +217,7 @@ class ReplicaFile:
         self.unit_steps[unit] = step
 
     def numbers(self, unit: int) -> bytes:
-        """What the unit's last `finish` got; empty if there was none."""
+        """Return the numbers of the unit's last `finish`; empty if there was none."""
         step = int(self.unit_steps[unit])
         found = self._read_slot("unit slots", 2 * unit + step % 2, 2 * len(self.units))
         return found[1] if found is not None and found[0] == step else b""
@@ -289,7 +289,7 @@ def is_of_this_kernel(stage: StagingFolder) -> bool:
 
 
 def sound_files(stage: StagingFolder) -> list[Path]:
-    """What recovery may read of a replica's; checksums tell of everything but its state."""
+    """Return the files of a replica that recovery may read; checksums tell of all but its state."""
     files = stage.replica_files()
     if is_of_this_kernel(stage):
         return files

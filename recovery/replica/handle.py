@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 from lowdiff.persistence.files.detached_process import (
+    Deaths,
     DetachedProcess,
     ProcessHandle,
     start_detached,
@@ -17,39 +16,46 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 
-_logger = logging.getLogger(__name__)
-
 
 class ReplicaProcess(ProcessHandle):
     """Starts the replica, restarts it when it dies, and reads its status. For one thread.
 
-    To stop it loses nothing: its files are whole at any moment, and its log is still there.
+    The replica is started when its status is first asked for, which the first step's gradients do:
+    until then it has nothing to apply, and its start would take cores from recovery and from the first
+    backward pass. To stop it loses nothing: its files are whole at any moment, and its log is still there.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        super().__init__("the replica", settings.staging.replica_log, settings.rank, _logger)
+        super().__init__("the replica", settings.staging.replica_log, settings.rank)
         self._settings = settings
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Start a replica that knows nothing; one before, if there was any, was stopped."""
+        """Make the page of a replica that knows nothing; one before, if there was any, was stopped."""
         page = self._settings.staging.replica_status
         StatusPage(page, read_status(page, ReplicaStatus))
         self._status = StatusReader(page, ReplicaStatus)
-        self._begin()
+        self._deaths = Deaths(self._name, self._log, self._rank)
+        self.has_begun = self.is_stopped = False
 
     def read_status(self) -> ReplicaStatus:
-        """What the replica has done; for any thread."""
+        """Return what the replica has done; for any thread."""
         return self._status.read()
 
     @property
     def error(self) -> str:
-        """What is wrong with a replica that keeps dying; empty if none does. For any thread."""
+        """Error of a replica that keeps dying; empty if none does. For any thread."""
         return self._deaths.error
 
     def status(self) -> ReplicaStatus:
-        """What the replica has done; restarts it if it is no longer there."""
-        self._look_after()
+        """Return what the replica has done; start it if it is not there, or no longer."""
+        if self.has_begun:
+            self._look_after()
+        elif not self.is_stopped:
+            with self._pipe:
+                process = self._deaths.started(self._done(), self._start)
+                if process is not None:
+                    self._run(process)
         return self._status.read()
 
     def _done(self) -> list[int]:

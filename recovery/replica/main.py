@@ -22,11 +22,10 @@ from functools import partial
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
-from lowdiff.persistence.files.shared_page import ImageMark
+from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.run.fences import read_fence
@@ -48,8 +47,6 @@ from lowdiff.recovery.replay.unit import UNREPLAYABLE, Step
 from lowdiff.recovery.replica.file import ReplicaFile, SlotTooSmall, note_kernel
 from lowdiff.recovery.replica.share import Shard, contents_of, share_step
 from lowdiff.recovery.state import RecoveredState
-
-_logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002
 _RETRY_SECONDS = 1.0
@@ -245,14 +242,7 @@ class Replica:
         except (ReplayMismatch, DamagedFile, *UNREPLAYABLE) as error:
             # Next time in whole tensors: this kernel may not round alike in blocks.
             self._whole = isinstance(error, ReplayMismatch)
-            warn(
-                _logger,
-                Code.REPLICA_STEP_FAILED,
-                "step %d: %s",
-                number,
-                error,
-                exc_info=not self._whole,
-            )
+            Code.REPLICA_STEP_FAILED.warn(f"step {number}: {error}", exc_info=not self._whole)
             self._forget(number, f"{type(error).__name__}: {error}")
 
     def _step(self, shard: Shard, step: Step) -> None:
@@ -305,7 +295,7 @@ class Replica:
             self._page.update(step=self._shard.step, consumed_step=self._shard.step)
 
     def _forget(self, consumed_step: int, error: str) -> None:
-        """What there is cannot be trusted: wait for the trainer's next image."""
+        """Distrust what there is, and wait for the trainer's next image."""
         generation = self._page.status.generation
         self._shard = None
         self._troubles.clear()
@@ -319,13 +309,13 @@ class Replica:
         if error == self._troubles.get(task, ""):
             return
         if error:
-            warn(_logger, Code.REPLICA_TASK_FAILED, "rank %d: %s", self._settings.rank, error)
+            Code.REPLICA_TASK_FAILED.warn(error, rank=self._settings.rank)
         self._troubles[task] = error
         told = "; ".join(filter(None, self._troubles.values()))
         self._page.update(error=told, forgot=False)
 
     def _take_image(self) -> None:
-        """Where one is due, copy the state for the writer to persist at its own pace.
+        """Copy the state where an image is due, for the writer to persist at its own pace.
 
         Where there is no memory for it, the replica goes on. All ranks make theirs of the same steps,
         so it is made later only while the state is still of that step; else the next one serves.
@@ -371,26 +361,15 @@ def main(arguments: Sequence[str]) -> int:
     sys.path += [folder for folder in settings.import_path if folder not in sys.path]
     lock = FileLock(settings.staging.replica_lock)
     if not lock.acquire(f"replica {os.getpid()}", timeout_seconds=30.0):
-        warn(
-            _logger,
-            Code.REPLICA_ALREADY_RUNS,
-            "another replica holds %s",
-            lock.path,
-            level=logging.ERROR,
-        )
+        Code.REPLICA_ALREADY_RUNS.warn(f"another replica holds {lock.path}", level=logging.ERROR)
         return 1
     try:
         import_modules(settings.imports)
         register_again(settings.optimizers, settings.scalar_state)
         Replica(settings).run()
     except LowDiffError:
-        warn(
-            _logger,
-            Code.REPLICA_ENDED,
-            "rank %d: the replica ends",
-            settings.rank,
-            level=logging.ERROR,
-            exc_info=True,
+        Code.REPLICA_ENDED.warn(
+            "the replica ends", rank=settings.rank, level=logging.ERROR, exc_info=True
         )
         return 1
     return 0

@@ -7,7 +7,6 @@ replayed as ever.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +16,11 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.persistence.staging.status import (
@@ -41,8 +39,6 @@ from lowdiff.recovery.replica.share import Shard, share_step
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
-_logger = logging.getLogger(__name__)
-
 #: How a trainer describes itself in its lock; others add what they do with its memory.
 _TRAINER = re.compile(r"process \d+")
 #: Time enough for whoever has just taken a lock to say who it is.
@@ -54,7 +50,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one rank's share can be rebuilt from.
+    """Source that one rank's share can be rebuilt from.
 
     Attributes:
         step: The step it is of, as a whole.
@@ -209,7 +205,7 @@ def _at_step(
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
-    """What a rank's staging holds whole, while nobody writes it."""
+    """Return what a rank's staging holds whole, while nobody writes it."""
     found = []
     for stage in catalog.staging:
         if (stage.incarnation, stage.rank) == (incarnation, rank) and _is_at_rest(stage):
@@ -223,19 +219,16 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
     status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
     if is_there and not is_of_this_kernel(stage):
-        warn(
-            _logger,
-            Code.REPLICA_MEMORY_OUTDATED,
-            "the state of a replica in %s is of before this machine was started, and may be torn; it "
-            "is passed over",
-            stage.root,
+        Code.REPLICA_MEMORY_OUTDATED.warn(
+            f"the state of a replica in {stage.root} is of before this machine was started, and "
+            "may be torn; it is passed over",
         )
     elif is_there:
         # Not by its page: it may have been killed in the middle of the next step, or after it.
         try:
             file = ReplicaFile.open(stage.replica_state(status.generation), private=True)
         except DamagedFile as error:
-            warn(_logger, Code.REPLICA_MEMORY_DAMAGED, "%s", error)
+            Code.REPLICA_MEMORY_DAMAGED.warn(error)
         else:
             last = file.last_step()
             step = file.base_step if last is None else last[0]

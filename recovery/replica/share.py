@@ -252,7 +252,7 @@ def written_by(state: RecoveredState, unit: Unit) -> Iterator[torch.Tensor]:
 
 
 def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
-    """What an optimizer keeps of a unit's blocks beside tensors of their shape, encoded."""
+    """Encode what an optimizer keeps of a unit's blocks beside tensors of their shape."""
     found = []
     for block in unit.blocks:
         spec = state.fence.layout.parameters[block.parameter]

@@ -37,6 +37,15 @@ FIGURES = {
         "first_step_over_torch_save",
     },
     "small_steps": {"commit_ms"},
+    "survivors": {
+        "training_thread_share",
+        "restart_seconds_log",
+        "restart_seconds_replica",
+        "restart_seconds_survivors",
+        "restart_seconds_in_process",
+        "restart_seconds_torch_save",
+        "redone_seconds_torch_save",
+    },
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",

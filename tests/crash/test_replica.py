@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.all_trainings import TRAININGS
+from tests.crash.all_trainings import PLAIN, TRAININGS
 from tests.crash.lives import Kill, assert_identical, history
 from tests.crash.pool import Pool
 
@@ -38,8 +38,10 @@ def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(TRAININGS))
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, n) for name in sorted(TRAININGS) for n in ([1] if name in PLAIN else [1, 2, 3])],
+)
 def test_every_training_goes_on_from_memory(
     pool: Pool, tmp_path: Path, name: str, world_size: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_every_error_and_every_event_is_explained() -> None:
             assert f"| `{name}` |" in text, name
     folders = ("lowdiff", "persistence", "recovery")
     code = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
-    logged = r'(?:logging\.(?:WARNING|INFO),\s+|\bsay\([^"(),]+,\s*)"([a-z_]+)"'
+    logged = r'(?:\bevent=|\bself\._say\(\s*)"([a-z_]+)"'
     events = set(re.findall(logged, code)) - {code.event for code in Code}
     assert "writer_recovered" in events
     for event in events:
@@ -105,7 +105,7 @@ def test_every_code_of_a_warning_has_its_heading_and_is_known() -> None:
     folders = ("lowdiff", "compressors", "persistence", "recovery", "tuner")
     product = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
     assert set(re.findall(r"\bCode\.([A-Z_]+)", product)) == set(Code.__members__)
-    assert not re.search(r"_logger\.(warning|error|exception)\(", product), "use events.warn"
+    assert not re.search(r"\blogg\w+\.(warning|error|exception)\(", product), "use Code.X.warn"
 
 
 def test_documents_and_examples_import_public_modules_only() -> None:

@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lowdiff.tuner.side_by_side import Assumptions
 from tests.unit.cli.commands import Command, command
 
 __all__ = ["command"]
@@ -81,6 +84,11 @@ def test_the_sample_report_is_what_the_documented_command_writes(
     assert len(shares) == 7
     del shares["no checkpoints"]
     assert [name for name, share in shares.items() if f"{share} %" not in text] == []
+    rows = re.findall(r"<tr><td>((?:torch.save|log|replica|survivors)<.+?)</td></tr>", sample)
+    assert len(rows) == 4
+    for row in rows:
+        name, *cells = row.split("</td><td>")
+        assert f"| `{name}` | {' | '.join(cells)} |" in text
 
 
 def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
@@ -130,9 +138,44 @@ def test_a_plan_keeps_limits(command: Command) -> None:
     assert broken == ["the run may hold 1 GB, but 3 snapshots alone take 46.2 GB; raise --total"]
 
 
+def test_strategies_stand_side_by_side(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    text = command(*PLAN, "--html", page).out
+    found = json.loads(command(*PLAN, "--json").out)["side_by_side"]
+    rows = found["rows"]
+    assert [row["name"] for row in rows] == ["torch.save", "log", "replica", "survivors"]
+    for row in rows:
+        cells = [row["name"], f"{row['overhead_share']:.2%}", f"{row['wasted_share']:.3%}"]
+        assert re.search(r"\s.+\s".join(map(re.escape, cells)), text)
+        assert all(f"<td>{cell}</td>" in page.read_text() for cell in cells)
+    published = f"{found['published']['user_level']:.3%} with just-in-time ones"
+    assert published in page.read_text()
+    assert published in " ".join(text.split())
+
+
+def test_what_the_table_assumes_can_be_given(command: Command) -> None:
+    def document(*given: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(command(*PLAN, "--json", *given).out)
+        return found
+
+    usual = document()
+    assert usual["side_by_side"]["assumptions"] == asdict(Assumptions())
+    assert any("--log-overhead" in text for text in usual["warnings"])
+    given = document(
+        *("--log-overhead", "0.1", "--replica-overhead", "0.2", "--survivors-overhead", "0.3"),
+        *("--all-at-once", "0.4", "--snapshot-every", "7", "--save-time", "9s"),
+    )
+    assert given["side_by_side"]["assumptions"] == asdict(Assumptions(0.1, 0.2, 0.3, 0.4, 7, 9.0))
+    # Then all of the plan goes by what logging takes.
+    assert given["estimates"]["differential_seconds"]["source"] == "given"
+    assert given["waste_terms"]["differentials"] == pytest.approx(0.1)
+    assert not any("--log-overhead" in text for text in given["warnings"])
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
+        ("--survivors-overhead", "inf", "the overhead of survivors is a share"),
         ("--optimizer", "adamv", "optimizer is one of"),
         ("--density", "2", "density must be in"),
         ("--disk", "2GB", "is not a rate"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.measurements import read_measurements, write_measurements
 from lowdiff.tuner.choice import Limits
 from lowdiff.tuner.report import make_report
+from lowdiff.tuner.side_by_side import Assumptions
 from lowdiff.types import Retention
 from tests.unit.cli.commands import Command, command
 from tests.unit.loops import Loop
@@ -171,6 +172,7 @@ def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> Non
             world_size=None,
             limits=Limits(),
             failure_shape=1.0,
+            assumptions=Assumptions(log_overhead_share=None),
         )
         names = {one.strategy.name for one in make_report(question).simulated}
         notes = " ".join(text for text in question.known_warnings if "Gemini" in text)
@@ -184,6 +186,20 @@ def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> Non
     names, network, note = asked("a", "a", "b", "b", ranks=4)
     assert (names, network) == ({"Gemini", "just-in-time"}, 10e9 / 2)
     assert "10 GB/s of each node" in note
+
+
+def test_strategies_are_compared_by_what_the_run_measured(command: Command, run: Path) -> None:
+    document = json.loads(
+        command("tune", run, "--mtbf", "4h", "--all-at-once", "0.5", "--json").out
+    )
+    found = document["side_by_side"]
+    assert found["assumptions"] == asdict(
+        Assumptions(log_overhead_share=None, all_at_once_share=0.5)
+    )
+    log = next(row for row in found["rows"] if row["name"] == "log")
+    terms = document["waste_terms"]
+    measured = terms["differentials"] + terms["snapshots"] + terms["backpressure"]
+    assert log["overhead_share"] == pytest.approx(measured)
 
 
 def test_a_run_may_be_called_as_it_likes(command: Command, run: Path) -> None:

@@ -99,8 +99,12 @@ def test_a_replica_that_keeps_dying_is_trouble_as_well(
     loop.checkpointer.close()
 
 
-def test_a_replica_that_cannot_be_started_again_is_tried_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_begun", [True, False], ids=["again", "at first"])
+def test_a_replica_that_cannot_be_started_is_tried_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_begun: bool,
 ) -> None:
     loop = Loop(tmp_path, settings={"compressor": None})
     loop.attach()
@@ -109,13 +113,16 @@ def test_a_replica_that_cannot_be_started_again_is_tried_later(
         raise OSError(11, "Resource temporarily unavailable")
 
     steps = loop.checkpointer.steps(8)
+    if has_begun:
+        loop.step(next(steps))
     with monkeypatch.context() as broken:
         broken.setattr(replica_process, "start_detached", refuse)
-        os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGKILL)
+        if has_begun:
+            os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGKILL)
         for _ in range(2):
             loop.step(next(steps))
         testing.wait_until(loop.checkpointer, lambda stats: stats["replica_error"])
-    assert "the replica of rank 0 cannot be started again now" in caplog.text
+    assert "the replica cannot be started now" in caplog.text
     for step in steps:
         loop.step(step)
     testing.wait_until(

@@ -11,8 +11,8 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.persistence.files.mapped_file import Page
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import Page
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowdiff.commit.news import News, RankNews
+from lowdiff.commit.agreement import News, RankNews
 from lowdiff.errors import RankLost, UsageError
 from tests.crash.pool import Pool
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.commit.news import RankNews
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.schedule import Cadence
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import TopK
@@ -292,7 +292,7 @@ class SyntheticRank:
         self.trained.observe("step_bytes", costs.staged_bytes)
         self.trained.set_facts(seen_unix_seconds=step * costs.step_seconds)
         self.staged += 1
-        if self.staged >= self.cadence.batch_size:
+        if self.staged >= self.storage.batch_size:
             size = self.staged * costs.differential_bytes
             seconds = costs.write_latency_seconds + size / costs.write_bytes_per_second
             self.written.observe("batch_steps", self.staged)
@@ -310,7 +310,7 @@ class SyntheticRank:
 
     def keeps_up(self, at_most: float = 0.85) -> bool:
         """Whether the disk, as it is now, sustains the setting in force."""
-        busy = writer_share(self.costs, self.cadence.snapshot_every, self.cadence.batch_size)
+        busy = writer_share(self.costs, self.cadence.snapshot_every, self.storage.batch_size)
         return busy <= at_most
 
 
@@ -329,15 +329,15 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
             for rank in ranks:
                 rank.step(step, heard)
                 assert rank.cadence.snapshot_every == ranks[0].cadence.snapshot_every
-                assert rank.cadence.batch_size == ranks[0].cadence.batch_size
+                assert rank.storage.batch_size == ranks[0].storage.batch_size
 
     go(0, 1200)
-    before = Setting(ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size)
+    before = Setting(ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size)
     assert ranks[2].keeps_up()
     ranks[2].costs = slow  # one rank's disk only
     assert not ranks[2].keeps_up()
     go(1200, 4000)
-    after = Setting(ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size)
+    after = Setting(ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size)
     assert after.batch_size > before.batch_size
     assert ranks[2].keeps_up()
     decisions = [gather_measurements(rank.staging, "", 1, ended="").decisions for rank in ranks]
@@ -350,7 +350,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     assert ranks[0].snapshots == ranks[1].snapshots == ranks[2].snapshots
     # It comes to rest: nothing changes any more.
     go(4000, 5000)
-    assert (ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size) == (
+    assert (ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size) == (
         after.snapshot_every,
         after.batch_size,
     )
@@ -363,7 +363,7 @@ def test_a_decision_that_cannot_be_kept_is_followed_all_the_same(
     rank.staging.decisions.mkdir()
     for step in range(1200):
         rank.step(step, [])
-    assert (rank.cadence.snapshot_every, rank.cadence.batch_size) != (91, 16)
+    assert (rank.cadence.snapshot_every, rank.storage.batch_size) != (91, 16)
     assert "a decision of the tuner is not kept: [Errno 21] Is a directory" in caplog.text
 
 
@@ -388,7 +388,7 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
     for step in range(2000):
         before.step(step, [])
     cadence = before.cadence
-    learned = Setting(cadence.snapshot_every, cadence.batch_size)
+    learned = Setting(cadence.snapshot_every, before.storage.batch_size)
     samples, facts = (
         {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
         for kind in ("samples", "facts")
@@ -397,5 +397,5 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
     after = SyntheticRank(tmp_path / "after", 0, 1, costs, past)
     for step in range(learned.snapshot_every - 1):  # up to its first snapshot
         after.step(step, [])
-        now = Setting(after.cadence.snapshot_every, after.cadence.batch_size)
+        now = Setting(after.cadence.snapshot_every, after.storage.batch_size)
         assert now == learned

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowdiff.compressors.selection import MagnitudeSelector
+from lowdiff.compressors.sparse import MagnitudeSelector
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,14 +7,12 @@ import re
 
 import pytest
 
-from lowdiff.core.events import Code, log_event, warn
-
-LOGGER = logging.getLogger("lowdiff.test_events")
+from lowdiff.core.events import Code, inform
 
 
 def test_facts_are_in_the_line_and_on_the_record(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        log_event(LOGGER, logging.INFO, "durable", "100 % done", step=7, seconds=0.125, ok=True)
+        inform("100 % done", event="durable", step=7, seconds=0.125, ok=True)
     (record,) = caplog.records
     assert record.getMessage() == "100 % done [event=durable step=7 seconds=0.125 ok=True]"
     formatter = logging.Formatter("%(levelname)s %(event)s %(step)d %(funcName)s")
@@ -36,20 +34,21 @@ def test_facts_are_in_the_line_and_on_the_record(caplog: pytest.LogCaptureFixtur
 def test_a_value_that_is_not_one_word_is_quoted_and_the_line_stays_one(
     caplog: pytest.LogCaptureFixture, value: str, shown: str
 ) -> None:
-    log_event(LOGGER, logging.WARNING, "failed", "No\nway", error=value)
-    assert caplog.messages == [f"No way [event=failed error={shown}]"]
+    Code.WRITE_FAILED.warn("No\nway", error=value)
+    assert caplog.messages == [f"LD112: No way [event=write_failed error={shown}]"]
 
 
 def test_a_level_that_is_off_costs_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    log_event(LOGGER, logging.DEBUG, "unseen", "Nothing")
+    caplog.set_level(logging.WARNING)
+    inform("Nothing", event="unseen")
     assert not caplog.records
 
 
 def test_a_warning_begins_with_its_code_which_the_record_has_as_well(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    warn(LOGGER, Code.LEASE_NOT_RENEWED, "%s is %d %% away", "disk", 5)
-    warn(LOGGER, Code.WAITING, "5 % done")
+    Code.LEASE_NOT_RENEWED.warn("disk is 5 % away")
+    Code.WAITING.warn("5 % done")
     assert caplog.messages == ["LD503: disk is 5 % away", "LD106: 5 % done"]
     formatter = logging.Formatter("%(levelname)s %(code)s %(event)s %(funcName)s")
     expected = "test_a_warning_begins_with_its_code_which_the_record_has_as_well"
@@ -59,9 +58,9 @@ def test_a_warning_begins_with_its_code_which_the_record_has_as_well(
 def test_facts_of_a_warning_follow_its_sentence_on_the_same_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    warn(LOGGER, Code.WRITE_FAILED, "rank %d: 100 %% full\nhere", 1, task="_write")
+    Code.WRITE_FAILED.warn("100 % full\nhere", rank=1, task="_write")
     (record,) = caplog.records
-    said = "LD112: rank 1: 100 % full here [event=write_failed task=_write]"
+    said = "LD112: rank 1: 100 % full here [event=write_failed rank=1 task=_write]"
     assert (record.getMessage(), vars(record)["task"]) == (said, "_write")
 
 
@@ -69,7 +68,7 @@ def test_a_warning_at_error_level_may_carry_the_traceback(caplog: pytest.LogCapt
     try:
         raise ValueError("a bug")
     except ValueError:
-        warn(LOGGER, Code.UPLOADS_ENDED, "ended", level=logging.ERROR, exc_info=True)
+        Code.UPLOADS_ENDED.warn("ended", level=logging.ERROR, exc_info=True)
     assert "ERROR" in caplog.text
     assert "ValueError: a bug" in caplog.text
 

@@ -14,8 +14,8 @@ from lowdiff.persistence.retention.plan import (
     StoredSnapshot,
     plan_collection,
 )
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.journal import Pin
-from lowdiff.persistence.run.lineage import Span
 from lowdiff.types import Fence, Layout, OptimizerSpec, ParameterSpec, Retention
 from tests.unit.persistence.made_runs import ENVIRONMENT, RUN_ID
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from lowdiff.errors import WriterFailed
-from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.format.image import ImageTensor, stage_image

@@ -26,8 +26,8 @@ from lowdiff.persistence.format.image import SCALARS, Manifest, manifest_file
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import SnapshotSet, scan
 from lowdiff.recovery import images
-from lowdiff.recovery.images import ImageReader, write_image
-from lowdiff.recovery.load import load_shard, load_snapshot, or_damaged
+from lowdiff.recovery.images import write_image
+from lowdiff.recovery.load import ImageReader, load_shard, load_snapshot, or_damaged
 from lowdiff.recovery.replay import replayer as replaying
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import LocalRanks
@@ -117,7 +117,7 @@ def test_tensors_come_back_with_their_checksum(
 ) -> None:
     monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
     monkeypatch.setattr(copying, "_PIECE_BYTES", 333)
-    monkeypatch.setattr(images, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr("lowdiff.recovery.load._BATCH_BYTES", batch_bytes)
     parts = part_sums(image.read_bytes())
     assert same(read(image, num_threads, parts), TENSORS)
     for index in range(len(parts)):

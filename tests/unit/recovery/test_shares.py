@@ -14,7 +14,7 @@ from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.load import Share
 from lowdiff.recovery.plan import PlannedStep, RecoveryPlan
 from lowdiff.recovery.replay.optimizers import GRANULARITY
-from lowdiff.recovery.shares import share_of
+from lowdiff.recovery.search import share_of
 from lowdiff.types import Fence, OptimizerSpec
 from tests.unit.recovery.test_plan import life as some_life
 

@@ -20,7 +20,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.paper import PublishedModel
+from lowdiff.tuner.strategies import published_optimum
 from tests.unit.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
 
@@ -110,19 +110,19 @@ def test_failures_within_every_restart_leave_nothing() -> None:
 
 
 def test_the_published_optimum_is_the_minimum_of_the_published_model() -> None:
-    model = PublishedModel(
-        full_bytes=6e9,
-        write_bytes_per_second=1.5e9,
-        mtbf_seconds=4 * 3600.0,
-        merge_seconds=0.8,
-        load_seconds=20.0,
-    )
-    frequency, batch = model.optimum()
-    best = model.waste(frequency, batch)
+    write, merge, load, mtbf = 6e9 / 1.5e9, 0.8, 20.0, 4 * 3600.0
+
+    def waste(full_per_second: float, batch_seconds: float) -> float:
+        """(B/2 + R_F + (R_D/2)(1/(F B) - 1))/M + F S_F/W."""
+        merges = merge / 2 * (1 / (full_per_second * batch_seconds) - 1)
+        return (batch_seconds / 2 + load + merges) / mtbf + full_per_second * write
+
+    frequency, batch = published_optimum(write, merge, mtbf)
+    best = waste(frequency, batch)
     around = np.geomspace(0.5, 2.0, 41).tolist()
-    others = [model.waste(frequency * x, batch * y) for x in around for y in around]
+    others = [waste(frequency * x, batch * y) for x in around for y in around]
     assert best <= min(others) * (1 + 1e-12)
-    assert model.waste(frequency * 1.3, batch) > best < model.waste(frequency, batch * 0.7)
+    assert waste(frequency * 1.3, batch) > best < waste(frequency, batch * 0.7)
 
 
 def test_without_error_feedback_snapshots_are_as_much_cheaper_as_they_are_smaller() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowdiff.tuner.estimates import Estimate, slope_and_intercept
+from lowdiff.tuner.costs import Estimate, slope_and_intercept
 
 
 def test_one_hiccup_does_not_move_an_estimate() -> None:

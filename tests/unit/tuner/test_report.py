@@ -12,15 +12,12 @@ import pytest
 from lowdiff.errors import ConfigError
 from lowdiff.tuner import charts
 from lowdiff.tuner.choice import Limits, Setting, recommend
-from lowdiff.tuner.costs import recovery_seconds, waste, without_residual
-from lowdiff.tuner.estimates import Estimate
-from lowdiff.tuner.facts import facts
+from lowdiff.tuner.costs import Estimate, recovery_seconds, waste, without_residual
 from lowdiff.tuner.failures import FailureHistory, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
-from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, make_report
-from lowdiff.tuner.strategies import alternatives
+from lowdiff.tuner.report import Question, facts, make_report
+from lowdiff.tuner.strategies import alternatives, published_choice
 from lowdiff.tuner.units import readable_bytes
 from tests.unit.tuner.jobs import JOBS, LAPTOP
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.codec import CODINGS, Codec
-from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import BadEncoding
 from lowdiff.types import Bits
 
 CODEC = Codec()

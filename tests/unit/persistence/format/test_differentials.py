@@ -31,8 +31,7 @@ from lowdiff.persistence.format.framing import (
     read_records,
 )
 from lowdiff.persistence.format.sections import sections_bytes, write_sections
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode, encode, same
+from lowdiff.persistence.format.values import BadEncoding, decode, encode, same
 from lowdiff.persistence.staging.log import StagingLog, staged_records
 from lowdiff.persistence.writer.segments import coded_record
 from lowdiff.types import (

@@ -20,7 +20,7 @@ import zstandard
 import lowdiff
 from lowdiff.core.layout import bits, flat, share_owners
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.format import value_types as value_forms
+from lowdiff.persistence.format import values as value_forms
 from lowdiff.persistence.format.codec import CODINGS, Codec
 from lowdiff.persistence.format.differentials import encode_scalars
 from lowdiff.persistence.format.document import read_json

@@ -22,7 +22,7 @@ from lowdiff.persistence.format.sections import (
     sections_bytes,
     write_sections,
 )
-from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import BadEncoding
 from lowdiff.types import Layout, ParameterSpec, Section
 
 CODEC = Codec()

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode, encode, same
+from lowdiff.persistence.format.values import BadEncoding, decode, encode, same
 
 
 class Point(NamedTuple):

@@ -8,8 +8,8 @@ import pytest
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.retention.plan import CollectionPlan, Kept
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.journal import Pin
-from lowdiff.persistence.run.lineage import Span
 from lowdiff.types import Retention
 from tests.unit.persistence.retained import (
     ONE,

@@ -19,8 +19,8 @@ from lowdiff.persistence.retention.plan import (
     owner_of,
     plan_collection,
 )
+from lowdiff.persistence.run.fences import lineage
 from lowdiff.persistence.run.journal import Collected, Pin
-from lowdiff.persistence.run.lineage import lineage
 from lowdiff.types import Fence, Retention
 from tests.unit.persistence.retained import fence, segment, snapshot
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.persistence.retention.plan import Inventory, Kept, StoredSnapshot, plan_collection
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.journal import Pin
-from lowdiff.persistence.run.lineage import Span
 from lowdiff.types import Retention
 from tests.unit.persistence.retained import ONE, names, planned, segment, snapshot
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.persistence.run.lineage import Span, lineage
+from lowdiff.persistence.run.fences import Span, lineage
 from lowdiff.types import Fence
 from tests.unit.persistence import made_runs
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.persistence.staging.histogram import (
+from lowdiff.persistence.staging.measurements import (
     BUCKETS,
     BYTES,
     SECONDS,

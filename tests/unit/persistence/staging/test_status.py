@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.staging.histogram import HistogramValue
+from lowdiff.persistence.staging.measurements import HistogramValue
 from lowdiff.persistence.staging.status import StatusPage, StatusReader, WriterStatus
 
 SLOT = 4096

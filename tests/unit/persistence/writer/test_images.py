@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import StorageError
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import (
     ImageTensor,
     Manifest,

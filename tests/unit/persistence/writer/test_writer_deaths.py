@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import subprocess
@@ -114,7 +113,7 @@ def test_a_writer_that_cannot_be_started_again_is_tried_later(
             append(log, 1)
             status = wait_until(writer, lambda s: s.error)
             assert "keeps dying (it cannot be started: [Errno 11] Resource temp" in status.error
-            assert "rank 0 cannot be started again now" in caplog.text
+            assert "rank 0: the writer cannot be started now" in caplog.text
             assert writer.restarts == 0
             writer.set_batch_size(1)
         wait_until(writer, lambda s: s.durable_step == 1 and not s.error)
@@ -141,7 +140,7 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1.0)
-    deaths = Deaths("the writer", tmp_path / "no such log", 0, logging.getLogger())
+    deaths = Deaths("the writer", tmp_path / "no such log", 0)
     for done in range(20):
         deaths.take_progress([done, -1])
         assert deaths.count("exit code 3", [done, -1]) == 0.0
@@ -170,7 +169,7 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
 def test_the_end_of_the_log_is_quoted_as_one_line(tmp_path: Path, text: bytes, quoted: str) -> None:
     log = tmp_path / "writer.log"
     log.write_bytes(text)
-    deaths = Deaths("the writer", log, 0, logging.getLogger())
+    deaths = Deaths("the writer", log, 0)
     for _ in range(3):
         deaths.count("exit code 1", [0])
     assert deaths.error == f"the writer keeps dying (exit code 1); {log} ends: {quoted}"

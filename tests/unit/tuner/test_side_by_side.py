@@ -1,0 +1,144 @@
+"""The table of strategies: each figure by hand, and against the published model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner import side_by_side as table
+from lowdiff.tuner.choice import Setting
+from lowdiff.tuner.costs import Costs, waste, without_residual
+from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.just_in_time import wasted_share
+from lowdiff.tuner.plan import Job, planned
+from lowdiff.tuner.side_by_side import Assumptions, Row, side_by_side
+from tests.unit.tuner.jobs import JOBS, LAPTOP
+
+RESULTS = Path(__file__).parents[3] / "docs/results"
+DAY = 86400.0
+#: Twelve GB of state on two nodes; a step takes 10 s.
+JOB = planned(
+    Job(
+        params=1e9,
+        optimizer="adamw",
+        density=0.01,
+        gpus=16,
+        step_seconds=10.0,
+        disk_bytes_per_second=1e9,
+        restart_seconds=300.0,
+    )
+).costs
+SETTING = Setting(50, 1)
+
+
+def rows(rates: FailureRates, costs: Costs = JOB, **assumed: Any) -> dict[str, Row]:
+    found = side_by_side(costs, rates, SETTING, Assumptions(**assumed), num_nodes=2)
+    return {row.name: row for row in found.rows}
+
+
+PROCESSES = FailureRates.known(DAY / 2, node_share=0.0)
+NODES = FailureRates.known(DAY / 2, node_share=1.0)
+
+
+def test_the_measured_shares_are_those_of_the_results() -> None:
+    def summary(name: str) -> dict[str, float]:
+        found: dict[str, float] = json.loads((RESULTS / f"{name}.json").read_text())["summary"]
+        return found
+
+    log, replica = summary("overhead"), summary("lowdiff_plus")
+    assert round(log["overhead_median"], 3) == table.LOG_OVERHEAD_SHARE
+    assert round(replica["overhead_median"], 3) == table.REPLICA_OVERHEAD_SHARE
+    assert round(replica["restart_over_copy"], 2) == table.READ_OVER_COPY
+
+
+def test_a_crash_of_processes_takes_half_a_step() -> None:
+    found = rows(PROCESSES, all_at_once_share=0.0)
+    for name in ("log", "replica", "survivors"):
+        assert found[name].lost_seconds == pytest.approx(5.0, rel=0.05), name
+
+
+def test_where_nobody_is_left_survivors_lose_half_an_interval() -> None:
+    writing = 12e9 / 2 / 1e9
+    for found in (rows(PROCESSES, all_at_once_share=1.0), rows(NODES)):
+        row = found["survivors"]
+        assert row.lost_seconds == pytest.approx(50 * 10 + writing, rel=0.01)
+        assert row.restart_seconds == 300 + 12
+    fewer = rows(PROCESSES, all_at_once_share=0.25)["survivors"]
+    assert fewer.lost_seconds == pytest.approx(0.75 * 5 + 0.25 * (500 + writing), rel=0.01)
+    assert rows(NODES)["replica"].lost_seconds == pytest.approx(500 + writing, rel=0.06)
+
+
+def test_a_single_rank_has_no_survivor() -> None:
+    alone = replace(JOB, world_size=1)
+    found = side_by_side(alone, PROCESSES, SETTING, Assumptions(), num_nodes=1)
+    assert found.rows[3].lost_seconds > 50 * 10
+
+
+def test_one_torch_save_is_the_state_on_the_disk_of_one_node() -> None:
+    found = rows(PROCESSES)["torch.save"]
+    save = 12e9 / 10e9 + 0.01 + 12e9 / 1e9
+    interval = (2 * save * DAY / 2) ** 0.5
+    assert found.overhead_share == pytest.approx(save / interval)
+    assert found.lost_seconds == pytest.approx(interval / 2)
+    assert found.bytes_per_day == pytest.approx(12e9 * DAY / (interval + save))
+    assert found.detail == f"every {round(interval / 10)} steps"
+    slower = rows(PROCESSES, save_seconds=4 * save)["torch.save"]
+    assert slower.lost_seconds == pytest.approx(2 * found.lost_seconds)
+
+
+def test_the_published_model_agrees_where_both_weigh_the_same() -> None:
+    assumed = Assumptions(survivors_overhead_share=0.0, all_at_once_share=0.0, save_seconds=5.0)
+    found = side_by_side(JOB, PROCESSES, SETTING, assumed, num_nodes=2)
+    periodic, *_, survivors = found.rows
+    assert periodic.wasted_share == pytest.approx(found.published.periodic)
+    # Ours also takes snapshots, and saves into memory instead of storage.
+    assert survivors.wasted_share == pytest.approx(found.published.user_level, rel=0.05)
+    assert found.published.transparent < found.published.user_level < found.published.periodic
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_log_as_measured_wastes_what_the_model_says(job: str) -> None:
+    costs, rates = JOBS[job]
+    assumed = Assumptions(log_overhead_share=None)
+    found = side_by_side(costs, rates, Setting(100, 4), assumed, num_nodes=costs.world_size)
+    model = wasted_share(waste(costs, rates, 100, 4).total)
+    # The table counts failures per second of useful training, the model per second of running.
+    assert found.rows[1].wasted_share == pytest.approx(model, rel=0.05, abs=1e-4)
+
+
+def test_bytes_a_day_are_states_and_steps() -> None:
+    found = rows(PROCESSES, all_at_once_share=0.0, replica_overhead_share=0.0)
+    snapshots = 12e9 * DAY / (100 * 10)
+    assert found["replica"].bytes_per_day == pytest.approx(snapshots)
+    # After each of two failures the saved state goes to disk as well.
+    assert found["survivors"].bytes_per_day == pytest.approx(snapshots + 2 * 12e9, rel=0.01)
+    assert found["log"].bytes_per_day > DAY / 10.3 * 16 * JOB.differential_bytes
+
+
+def test_snapshots_are_no_more_frequent_than_a_disk_takes_them() -> None:
+    slow = replace(LAPTOP, write_bytes_per_second=1e6)
+    found = side_by_side(slow, PROCESSES, SETTING, Assumptions(), num_nodes=1)
+    writing = without_residual(slow).snapshot_bytes / 1e6
+    assert found.rows[2].detail == f"f = {-(-(writing + 0.004) // 0.3):,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("log_overhead_share", -0.1),
+        ("replica_overhead_share", float("nan")),
+        ("survivors_overhead_share", float("inf")),
+        ("all_at_once_share", 1.5),
+        ("snapshot_every", 0),
+        ("save_seconds", 0.0),
+    ],
+)
+def test_nonsense_is_refused(name: str, value: float) -> None:
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=name.partition("_")[0]):
+        Assumptions(**wrong)
