@@ -144,6 +144,8 @@ class _BreakOff(inprocess.finalize.Finalize):
 
     def __call__(self, state: Any) -> Any:
         break_off()
+        if dist.is_initialized():  # it was being made when the others were closed
+            dist.destroy_process_group()
         return state
 
 
