@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ from lowdiff.model.binding import bare_optimizers, describe
 from lowdiff.model.items import Stateful
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
+from lowdiff.persistence.writer.handle import WaitingWriter
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
@@ -88,6 +90,9 @@ _attached: dict[str, Checkpointer] = {}
 #: In a forked child: those of its parents. Kept, because what they hold would wait for threads that
 #: are not here when it is freed.
 _of_parents: list[Checkpointer] = []
+
+#: Set where the training function is entered again in this process after it failed: the writer of the next attach.
+_in_place: ContextVar[WaitingWriter | None] = ContextVar("lowdiff_in_place", default=None)
 
 _IN_CHILD = (
     "this Checkpointer belongs to the process that this one was forked from; only that one may use "
@@ -299,7 +304,13 @@ class Checkpointer:
                     loader.share(ranks.rank, ranks.world_size)
             objects = {**self._loaders, **stateful, LOOP_STATE: self._state}
             opened = open_session(
-                self._settings, attached, objects, ranks, restore=restore, step=step
+                self._settings,
+                attached,
+                objects,
+                ranks,
+                restore=restore,
+                step=step,
+                waiting=_in_place.get(),
             )
         self._opened, self._detached = opened, None
         _attached[self._key] = self
@@ -564,7 +575,25 @@ class Checkpointer:
             return
         self._end(self._opened, failed=failed)
 
+    def _break_off(self) -> None:
+        """Leave staging as it is and let go of the rest, for an `attach` that follows in this process.
+
+        Nothing is waited for: the writer goes on by itself, as after the end of its trainer. May be called
+        again after an exception that came in the middle.
+        """
+        opened = self._opened
+        if opened is None or self._is_of_parent:
+            return
+        if self._failures is not None:
+            self._failures.save("training begins anew in this process")
+        opened.meter.end("failed")
+        opened.session.queue.storage.die(kills_processes=False)
+        self._let_go(opened)
+
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
+        if failed and _in_place.get() is not None:
+            opened.session.gate.leave()
+            return  # until the other ranks have heard of the failure as well: see `break_off`
         try:
             if self._failures is not None:
                 if failed:
@@ -594,7 +623,7 @@ class Checkpointer:
                 f"{self._settings.run} is still attached in this process; that Checkpointer is "
                 "closed, without committing what it had not",
             )
-            earlier._close(failed=True)
+            earlier._break_off() if _in_place.get() else earlier._close(failed=True)
 
     def _watch_failures(self, opened: Opened) -> None:
         if opened.survivor is None:
@@ -675,6 +704,47 @@ class Checkpointer:
             self._opened.session.leave()
         if self._loop is not None:
             self._loop.remove(_IN_CHILD)
+
+
+@contextmanager
+def restarting_in_place() -> Iterator[None]:
+    """Enter a training function again and again in the body, after failures; for `lowdiff.integrations`.
+
+    Leaving ``with checkpointer:`` by an exception then does nothing: whoever knows that all ranks have heard of the
+    failure calls `break_off`. Each ``attach`` takes a writer that `prepare_writer` started before.
+    """
+    writer = WaitingWriter()
+    token = _in_place.set(writer)
+    try:
+        yield
+    finally:
+        break_off()
+        _in_place.reset(token)
+        writer.close()
+
+
+def prepare_writer() -> None:
+    """Have a writer wait for the next ``attach``, if none does; within `restarting_in_place`."""
+    writer = _in_place.get()
+    assert writer is not None
+    writer.prepare()
+
+
+def end_steps(timeout_seconds: float) -> None:
+    """Let no optimizer begin a step any more, and wait until the step that began is committed; for any thread.
+
+    Otherwise an exception that another thread raises in the main thread could come while parameters change, and no
+    rank had the state of a whole step.
+    """
+    for checkpointer in list(_attached.values()):
+        if checkpointer._opened is not None:
+            checkpointer._opened.session.gate.close(timeout_seconds)
+
+
+def break_off() -> None:
+    """Let go of every run that this process holds, where a training function was left by an exception."""
+    for checkpointer in list(_attached.values()):
+        checkpointer._break_off()
 
 
 def _after_fork_in_child() -> None:

@@ -50,7 +50,7 @@ from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import has_replica
-from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.persistence.writer.handle import WaitingWriter, WriterProcess
 from lowdiff.recovery.replay.optimizers import (
     is_registered,
     refuse_what_a_replica_lacks,
@@ -155,8 +155,9 @@ def open_session(
     *,
     restore: str,
     step: int | None,
+    waiting: WaitingWriter | None = None,
 ) -> Opened:
-    """Begin an incarnation on every rank together.
+    """Begin an incarnation on every rank together; with a writer that waits for it, if there is one.
 
     Raises:
         RunInUse: If a live trainer holds the run.
@@ -219,7 +220,7 @@ def open_session(
                     raise lock.taken_over()
                 past.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left)
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left, waiting)
         undo.pop_all()
     return opened
 
@@ -293,6 +294,7 @@ def _begin(
     lock: RunLock,
     past: Past,
     left: Sequence[StagingFolder],
+    waiting: WaitingWriter | None,
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
     if any(ranks.gather(any(map(has_replica, left)))) and settings.logs_steps:
@@ -306,7 +308,7 @@ def _begin(
             undo.callback(area.release)
             # A process takes half a second to start: memory is taken meanwhile.
             starting = beside.submit(
-                WriterProcess, _writer_settings(settings, ranks, fence, start, left)
+                WriterProcess, _writer_settings(settings, ranks, fence, start, left), waiting
             )
             undo.callback(_stop_started, starting)
             scaling = Scaling(_hook_scaler(given.attached, given.stateful))

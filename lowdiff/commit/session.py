@@ -19,6 +19,7 @@ from lowdiff.errors import UsageError
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
+from lowdiff.step.gate import StepGate
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.states import Sealed, State
 
@@ -41,6 +42,7 @@ class Session:
         queue: Where steps are staged.
         recorder: Records and seals them.
         agreement: What the ranks know together.
+        gate: Closed where training is to begin anew in this process.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Session:
         self.queue = queue
         self.recorder = recorder
         self.agreement = agreement
+        self.gate = StepGate()
         self._live = live
         self._staging = staging
         self._schedule = schedule
@@ -111,6 +114,7 @@ class Session:
         with counters.timed("training_thread_seconds"), without_autocast(device):
             recorder.begin_call(index)
             self.hear()
+            self.gate.enter()
             if recorder.consume(index, arguments):
                 step = recorder.step
                 self._staging.stage_ahead(step.number, recorder.reducer, len(step.earlier))
@@ -163,6 +167,12 @@ class Session:
             UsageError: If something took the place of what was attached.
             UnsupportedOptimizer: If the step of a registered optimizer does not replay.
         """
+        try:
+            self._commit()
+        finally:
+            self.gate.leave()
+
+    def _commit(self) -> None:
         device = self._live.attached.device
         if device.type != "cpu":  # a body may run on a stream of the user's
             torch.accelerator.synchronize(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from lowdiff.core.events import Code, printable
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 _CHECK_SECONDS = 0.5
+#: In place of settings: they come later, through stdin.
+_TOLD_LATER = "-"
 #: Number of deaths without progress in between after which an error is reported.
 _DEATHS_UNTIL_ERROR = 3
 #: Delay before a replacement after such a death: the first one, and the longest.
@@ -55,7 +58,7 @@ class ProcessSettings:
         return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
 
     def to_json(self) -> str:
-        """Return the settings as text for the command line."""
+        """Return the settings as a line of text."""
         return json.dumps(asdict(self))
 
 
@@ -89,6 +92,58 @@ def start_detached(
             cwd="/",  # `-m` searches there first, and no user module may shadow ours
             env={**os.environ, "PYTHONPATH": _import_path(), **environment},
         )
+
+
+def start_waiting(module: str, **environment: str) -> DetachedProcess:
+    """Start a module that loads what it needs, and has no settings yet; see `told_settings`."""
+    with open(os.devnull, "ab") as output:
+        return DetachedProcess(
+            [sys.executable, "-m", module, _TOLD_LATER],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": _import_path(), **environment},
+        )
+
+
+def tell_settings(process: DetachedProcess, settings: ProcessSettings, log: Path) -> bool:
+    """Give a waiting process its settings and its log; whether it lives."""
+    line = json.dumps([str(log), settings.to_json()])
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line.encode() + b"\n")
+    except BrokenPipeError:
+        process.stdin.close()
+        return False
+    return True
+
+
+def told_settings(arguments: Sequence[str]) -> str | None:
+    """In a process that was started: return its settings, as JSON, once its trainer tells them.
+
+    Returns:
+        None if the trainer ended without a word.
+    """
+    if arguments[0] != _TOLD_LATER:
+        return arguments[0]
+    line, trainer = b"", os.getppid()
+    # Byte by byte, because orders follow. Forked processes may hold the pipe open after the trainer's death.
+    while not line.endswith(b"\n"):
+        while not select.select([0], [], [], _CHECK_SECONDS)[0]:
+            if os.getppid() != trainer:
+                return None
+        byte = os.read(0, 1)
+        if not byte:
+            return None
+        line += byte
+    log, settings = json.loads(line)
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    return str(settings)
 
 
 def _import_path() -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from lowdiff.core.events import Code
 from lowdiff.errors import WriterFailed
@@ -14,20 +16,73 @@ from lowdiff.persistence.files.detached_process import (
     ProcessHandle,
     how_it_ended,
     start_detached,
+    start_waiting,
+    tell_settings,
 )
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer.orders import END, WRITE_THROUGH, batch_size_word
 
+_MODULE = "lowdiff.persistence.writer.main"
+#: The writer multiplies no matrices, but NumPy would start a thread per core for them.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _START_SECONDS = 30.0
+#: How long after one began its work the next is started: the first steps have the cores.
+_PREPARE_SECONDS = 2.0
 #: How many writers may die while they finish.
 _FINISH_TRIES = 3
 
 
-class WriterProcess(ProcessHandle):
-    """Starts the writer, restarts it when it dies, and reads its status."""
+class WaitingWriter:
+    """A writer that was started before anybody needs one, because that takes a third of a second of a core.
 
-    def __init__(self, settings: WriterSettings) -> None:
+    For any thread. The process ends with its trainer.
+    """
+
+    def __init__(self) -> None:
+        self._process: DetachedProcess | None = None
+        self._changing = threading.Lock()
+        self._is_over = False
+
+    def prepare(self) -> None:
+        """Have one wait, if none does."""
+        with self._changing:
+            if not self._is_over and (self._process is None or self._process.poll() is not None):
+                self._process = start_waiting(_MODULE, **_ENVIRONMENT)
+
+    def take(self, settings: WriterSettings, log: Path) -> DetachedProcess | None:
+        """Return the one that waits, now at work; None if there is none.
+
+        Another is prepared once training is under way.
+        """
+        with self._changing:
+            process, self._process = self._process, None
+        later = threading.Timer(_PREPARE_SECONDS, self.prepare)
+        later.daemon = True
+        later.start()
+        return process if process is not None and tell_settings(process, settings, log) else None
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        with self._changing:
+            self._is_over = True
+            if self._process is not None:
+                self._process.kill()
+                with self._process:  # closes the pipe and waits
+                    pass
+            self._process = None
+
+
+class WriterProcess(ProcessHandle):
+    """Starts the writer, restarts it when it dies, and reads its status.
+
+    Args:
+        settings: Of the writer.
+        waiting: Has the first one, perhaps.
+    """
+
+    def __init__(self, settings: WriterSettings, waiting: WaitingWriter | None = None) -> None:
+        self._waiting = waiting
         self._settings = replace(
             settings,
             run=os.path.abspath(settings.run),
@@ -144,9 +199,9 @@ class WriterProcess(ProcessHandle):
                 )
 
     def _start(self) -> DetachedProcess:
-        module = "lowdiff.persistence.writer.main"
-        # The writer multiplies no matrices, but NumPy would start a thread per core for them.
-        return start_detached(module, self._settings, self._log, OPENBLAS_NUM_THREADS="1")
+        waiting, self._waiting = self._waiting, None
+        taken = None if waiting is None else waiting.take(self._settings, self._log)
+        return taken or start_detached(_MODULE, self._settings, self._log, **_ENVIRONMENT)
 
     def _greet(self) -> None:
         if self._write_through:

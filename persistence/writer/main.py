@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import DamagedFile, LowDiffError, RunMismatch, StorageError, WriterFailed
+from lowdiff.persistence.files.detached_process import told_settings
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import RecordRef
@@ -385,7 +386,10 @@ class Writer:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the writer process."""
-    settings = WriterSettings.from_json(arguments[0])
+    told = told_settings(arguments)
+    if told is None:
+        return 0
+    settings = WriterSettings.from_json(told)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     lock = FileLock(settings.staging.writer_lock)
     if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):

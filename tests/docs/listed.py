@@ -20,6 +20,16 @@ NOT_RUN = {
     ("docs/architecture.md", "OPEN ─►"): "a drawing",
     ("docs/contributing.md", "make check"): "it runs the tests",
     ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",
+    ("docs/survivors.md", "pip install '.[in-process]'"): "it would change this environment",
+    (
+        "docs/survivors.md",
+        "from lowdiff.integrations",
+    ): "restart_in_place.py, which a test runs, in short",
+    (
+        "docs/survivors.md",
+        "python -m lowdiff.integrations",
+    ): "tests/crash/launch/test_begun_anew.py runs it",
+    ("docs/survivors.md", "torchrun"): "tests/crash/launch/test_begun_anew.py runs it",
     ("docs/recovery.md", "Step 7999 of runs/spike"): "what the command above prints",
     (
         "examples/README.md",

@@ -23,7 +23,10 @@ FROM_ZERO = ("docs/getting_started.md", "examples/README.md")
 
 
 #: Modules of lowdiff whose names users may import; docs/architecture.md says so.
-PUBLIC = {"compressors", "errors", "metrics", "protocols", "recovery", "testing", "types"}
+PUBLIC = {
+    *("compressors", "errors", "integrations", "metrics", "protocols", "recovery", "testing"),
+    "types",
+}
 
 
 def runnable() -> list[str]:
