@@ -92,12 +92,6 @@ class Code(Enum):
     WRITER_STILL_BUSY = "LD406"
     STORE_BEHIND = "LD407"
     WRITER_ENDED_BEFORE = "LD408"
-    # After a failure (strategy survivors).
-    SAVED_AFTER_FAILURE = "LD801"
-    NOT_SAVED_AFTER_FAILURE = "LD802"
-    ITEMS_INHERITED = "LD803"
-    HANG_SEEN = "LD804"
-    ITEMS_NOT_STAGED = "LD805"
     # Leases and object stores.
     LEASE_TAKEN_OVER = "LD501"
     LEASE_NOT_RETURNED = "LD502"
@@ -130,6 +124,12 @@ class Code(Enum):
     REPLICA_ENDED = "LD706"
     REPLICA_MEMORY_OUTDATED = "LD707"
     REPLICA_MEMORY_DAMAGED = "LD708"
+    # After a failure (strategy survivors).
+    SAVED_AFTER_FAILURE = "LD801"
+    NOT_SAVED_AFTER_FAILURE = "LD802"
+    ITEMS_INHERITED = "LD803"
+    HANG_SEEN = "LD804"
+    ITEMS_NOT_STAGED = "LD805"
 
     @property
     def event(self) -> str:

@@ -302,13 +302,13 @@ def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path:
     assert not dead.staging.root.exists()
 
 
-@pytest.mark.parametrize("has_replica", [True, False], ids=["LowDiff+", "a compressor"])
+@pytest.mark.parametrize("logs_steps", [False, True], ids=["LowDiff+", "a compressor"])
 def test_a_replicas_memory_stays_until_no_rank_can_fail_to_begin(
-    tmp_path: Path, has_replica: bool
+    tmp_path: Path, logs_steps: bool
 ) -> None:
     dead = replica_of(predecessor(tmp_path, range(1, 4), rank=0))
     settings = settings_in(
-        tmp_path, incarnation=1, world_size=2, base_step=3, has_replica=has_replica
+        tmp_path, incarnation=1, world_size=2, base_step=3, logs_steps=logs_steps
     )
     snapshot(settings, rank=0)  # its own base is durable; the other rank still starts
     make_directory(settings.staging.root)
