@@ -143,6 +143,10 @@ class Survivor:
         pages = [read_status(stage.survivor_status, SurvivorStatus) for _, stage in self._stages()]
         return all(page.is_waiting or _is_stale(page) for page in pages)
 
+    def has_lost_peer(self) -> bool:
+        """Whether another rank of this node is dead or stopped."""
+        return not all(peer.is_alive for peer in self._peers())
+
     def save(self, why: str) -> int | None:
         """Save the state of the last step; once a step.
 

@@ -24,8 +24,9 @@ from lowdiff.core.events import Code
 from lowdiff.survivors.survivor import Survivor
 
 _LOOK_SECONDS = 0.25
-#: After SIGTERM the main thread has so long to reach a commit or an end of its own.
-_GRACE_SECONDS = 2.0
+#: After SIGTERM the main thread has so long to reach a commit or an end of its own: where another rank died, and
+#: where the machine may only be wanted back. torchrun kills after 30 s.
+_GRACE_SECONDS, _LONG_GRACE_SECONDS = 2.0, 20.0
 _LEAST_HANG_SECONDS, _HANG_STEPS = 60.0, 20
 _NUM_STEPS = 50
 #: Where the main thread waits for other ranks: innermost Python frames of collectives and backward passes.
@@ -165,7 +166,9 @@ class FailureWatch:
         if not is_waiting:
             return
         if self._told_at is not None:
-            if time.monotonic() - self._told_at > _GRACE_SECONDS:
+            seconds = time.monotonic() - self._told_at
+            is_over = seconds > _GRACE_SECONDS and self._survivor.has_lost_peer()
+            if is_over or seconds > _LONG_GRACE_SECONDS:
                 self._after_signal()
         # One rank may evaluate while the others wait for it.
         elif self.pace.is_over and self._hung_step != self.pace.step and self._survivor.all_wait():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,3 +135,24 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
     # It had taken part in the exchange, so the others made the step.
     check(found, expected, resumed=AT + 1)
     assert "LD804" in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_sigterm_to_ranks_that_are_stuck_saves_the_state_and_ends_them(tmp_path: Path) -> None:
+    expected = whole(tmp_path / "whole", 3)
+    folder = tmp_path / "stopped"
+    scripts = life(folder, 3, UNTIL, {1: dies("stop")}, number=0)
+    deadline = time.monotonic() + 60.0
+    report = folder / "report.0"
+    while not report.exists() or f'"made", "step": {AT + 1}' not in report.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for rank in (0, 2):
+        scripts[rank].send_signal(signal.SIGTERM)
+    assert [scripts[rank].wait() for rank in (0, 2)] == [128 + signal.SIGTERM] * 2
+    scripts[1].kill()
+    scripts[1].wait()
+    scripts = life(folder, 3, UNTIL, {}, number=1)
+    assert [script.wait() for script in scripts] == [0] * 3
+    check(reports(folder, 3), expected, resumed=AT + 1)
