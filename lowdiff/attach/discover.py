@@ -26,7 +26,7 @@ from lowdiff.persistence.run.fences import (
 )
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
 from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
-from lowdiff.persistence.staging.status import SavedStatus, has_replica, read_status
+from lowdiff.persistence.staging.status import SavedStatus, holds_state, read_status
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.recovery.replica.file import note_kernel, sound_files
@@ -267,10 +267,10 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     for stage in stages:
         claim_moved(stage, settings.folder)
         # Where there is a replica, the writer only persists what the replica holds in memory.
-        lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
+        lock = FileLock(stage.replica_lock if holds_state(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
-        elif has_replica(stage):
+        elif holds_state(stage):
             raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
         else:
             Code.OLD_WRITER_BUSY.warn(f"{lock.holder()} still works on {stage.root}; going on")

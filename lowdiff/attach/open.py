@@ -49,7 +49,7 @@ from lowdiff.persistence.run.frozen_parameters import write_constants
 from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
-from lowdiff.persistence.staging.status import has_replica
+from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.writer.handle import WaitingWriter, WriterProcess
 from lowdiff.recovery.replay.optimizers import (
     is_registered,
@@ -297,7 +297,7 @@ def _begin(
     waiting: WaitingWriter | None,
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
-    if any(ranks.gather(any(map(has_replica, left)))) and settings.logs_steps:
+    if any(ranks.gather(any(map(holds_state, left)))) and settings.logs_steps:
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)

@@ -22,7 +22,7 @@ from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import (
     WriterStatus,
-    has_replica,
+    holds_state,
     read_status,
     state_step,
 )
@@ -99,7 +99,7 @@ def _made_for(
 def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     """Decide about a folder; one that may go stays locked for as long as ``held`` lasts."""
     paths = [stage.trainer_lock, stage.writer_lock]
-    if has_replica(stage):
+    if holds_state(stage):
         paths.append(stage.replica_lock)
     for lock in map(FileLock, paths):
         if not lock.acquire(f"process {os.getpid()}, clearing staging memory"):
@@ -113,7 +113,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
                 steps.add(record.header.step)
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
-    if has_replica(stage):
+    if holds_state(stage):
         steps.add(state_step(stage))
         steps.discard(-1)
     if not steps:
@@ -140,7 +140,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
 
 def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Collection[int]:
     """Return those of a staging folder's steps that would be lost with the folder."""
-    if not has_replica(stage):
+    if not holds_state(stage):
         return only_staged(folder, stage, steps)
     # A replica's steps are durable only in snapshots of this or of a later incarnation.
     found = complete_snapshots(folder, stage.run_id)

@@ -246,7 +246,7 @@ def state_step(stage: StagingFolder) -> int:
     return max(read_status(stage.replica_status, ReplicaStatus).step, saved_step)
 
 
-def has_replica(stage: StagingFolder) -> bool:
+def holds_state(stage: StagingFolder) -> bool:
     """Return whether the state is in memory as a whole, of a replica or saved by survivors.
 
     Then a log, if there is one, is only a replica's queue.

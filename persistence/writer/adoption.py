@@ -25,7 +25,7 @@ from lowdiff.persistence.staging.status import (
     StatusPage,
     TrainerStatus,
     WriterStatus,
-    has_replica,
+    holds_state,
     read_status,
 )
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of
@@ -51,7 +51,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if trainer_gone.is_set():
                     break  # the next incarnation's writer will adopt it
             else:
-                is_log = not has_replica(stage)
+                is_log = not holds_state(stage)
                 if is_log:
                     asyncio.run(_adopt(settings, stage))
                 # The residual of a log's last step, and all of a replica's state, are nowhere else.

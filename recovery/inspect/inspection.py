@@ -14,7 +14,7 @@ from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.records import RankRecords
-from lowdiff.persistence.staging.status import has_replica
+from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
 from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
@@ -155,7 +155,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
 
 def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
     """Ranges of steps that can be rebuilt, and which of these from memory."""
-    if not any(has_replica(stage) for stage in catalog.staging):
+    if not any(holds_state(stage) for stage in catalog.staging):
         return recoverable(catalog), None
     # With torch, which nothing else here needs.
     from lowdiff.recovery.replica.recover import plan_in_memory, with_steps_in_memory

@@ -27,7 +27,7 @@ from lowdiff.persistence.staging.status import (
     ReplicaStatus,
     SavedStatus,
     TrainerStatus,
-    has_replica,
+    holds_state,
     read_status,
 )
 from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
@@ -307,7 +307,7 @@ def _is_at_rest(stage: StagingFolder) -> bool:
     Raises:
         RunInUse: If somebody keeps it.
     """
-    if not has_replica(stage):
+    if not holds_state(stage):
         return False
     try:
         trainer, replica = FileLock(stage.trainer_lock), FileLock(stage.replica_lock)
