@@ -120,9 +120,11 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
     why = why or any_rank(_failure_of_snapshot(opened))
     if why:
+        where = f"last commit, with the help of {opened.staging.folder.root}"
+        if opened.survivor is not None and opened.survivor.save(why) is None:
+            where = "last full snapshot"
         Code.NO_LAST_SNAPSHOT.warn(
-            f"no last snapshot is taken: {why}; the next attach resumes from the last commit, "
-            f"with the help of {opened.staging.folder.root}",
+            f"no last snapshot is taken: {why}; the next attach resumes from the {where}"
         )
     return not why
 
@@ -132,7 +134,7 @@ def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
         return "storage is in trouble or behind"
     if opened.session.agreement.has_lost_run:
         return "another trainer has taken over the run"
-    if not opened.session.recorder.is_as_sealed():
+    if not opened.session.is_as_sealed():
         return f"the model changed after its last commit (step {opened.session.step})"
     return ""
 

@@ -40,6 +40,8 @@ _BODY_BYTES = 32 << 20
 _LEAST_STEPS, _MOST_STEPS = 4, 1024
 #: What a section of the log takes beside its values.
 _SECTION_BYTES = 64
+#: Files that hold items with strategy survivors, all of them together with one that is being written.
+_ITEM_FILES = 5
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
 
@@ -166,7 +168,9 @@ def _need(
         factor = (model_bytes + state_bytes + averages) / model_bytes
         image = int(share * factor) + items + _MIN_CHUNK_BYTES
         # Those that survivors save, beside the last regular one.
-        return StagingNeed(0, image, 0, 0, image * (1 + num_guests)), _MIN_CHUNK_BYTES
+        changing = _ITEM_FILES * sum(given.tracker.sizes().values())
+        need = StagingNeed(0, image, changing, changing, image * (1 + num_guests))
+        return need, _MIN_CHUNK_BYTES
     if settings.strategy == "replica":
         largest = _largest_share(attached.layout, world_size)
         factor = (model_bytes + state_bytes + averages) / model_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from lowdiff.commit.agreement import RankNews
@@ -122,6 +122,14 @@ class StepQueue(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """Further parts of ``stats()``; for any thread."""
+        ...
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """Return all items as of a step that was staged; None where the queue does not keep them."""
+        ...
+
+    def is_as_committed(self) -> bool:
+        """Whether nothing wrote to what only the live training has, where the queue does not keep it."""
         ...
 
 
@@ -250,6 +258,14 @@ class LogQueue:
         self.images.step = min(self.images.step, durable)
         self.images.is_owed = True
         self._renewed_step = step
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """See `StepQueue`: a snapshot reads them from the live training."""
+        return None
+
+    def is_as_committed(self) -> bool:
+        """See `StepQueue`: what is recorded is compared by the recorder."""
+        return True
 
     def figures(self) -> dict[str, Any]:
         """See `StepQueue`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -271,6 +271,14 @@ class ReplicaQueue:
         self._is_dropping = True
         self._pending = ()
         self.storage.begin_anew(step)
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """See `StepQueue`: a snapshot reads them from the live training."""
+        return None
+
+    def is_as_committed(self) -> bool:
+        """See `StepQueue`: what is recorded is compared by the recorder."""
+        return True
 
     def figures(self) -> dict[str, Any]:
         """See `StepQueue`."""

@@ -96,6 +96,13 @@ class Session:
         is_open = step.state is State.OPEN and not step.has_stepped
         return sealed if is_open and step.number == sealed.differential.step + 1 else None
 
+    def is_as_sealed(self) -> bool:
+        """Whether a snapshot taken now would be one of the last step."""
+        keeps_items = self.queue.items(self.step) is not None
+        return (
+            self.recorder.is_as_sealed(with_items=not keeps_items) and self.queue.is_as_committed()
+        )
+
     @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""

@@ -104,7 +104,12 @@ class Staging:
         step = sealed.differential.step
         with nullcontext() if required else self._unless_gone():
             if self._queue.images.step != step:
-                tensors = partial(share_of, self._live, sealed)
+                items = self._queue.items(step)
+                if items is None:
+                    tensors = partial(share_of, self._live, sealed)
+                else:  # buffers may have moved on since
+                    rank = self._live.rank
+                    tensors = partial(share_of_items, self._live, sealed, rank, items)
                 self._queue.stage_snapshot(step, tensors, required=required)
             if waits and not self._queue.storage.degrades:
                 self._queue.wait_for_snapshot()

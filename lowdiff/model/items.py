@@ -213,14 +213,16 @@ class ItemTracker:
         return found
 
     def peek(self, names: AbstractSet[str]) -> dict[str, bytes]:
-        """Return some items as they are now; the next `changed` tells the same as without this call."""
+        """Return some items as they are now; the next `changed` tells the same as without this call.
+
+        Args:
+            names: Of generators and tensors. Stateful objects are always asked: one rank may have changed
+                one for the first time.
+        """
         found = {name: self._generator(name) for name in self._random if name in names}
-        if len(found) == len(names):  # to ask the objects, and to look for tensors, costs more
-            return found
         for name, outline in self._outlines().items():
-            if STATEFUL_ITEM + name in names:
-                found[STATEFUL_ITEM + name] = encode(outline, name=name)
-        if len(found) < len(names):
+            found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        if names - found.keys():  # to look for tensors, modules are walked through
             tensors = self.tensors
             for name in names & tensors.keys():
                 found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)

@@ -277,8 +277,11 @@ class Recorder:
         """Why the record of the step under way cannot be replayed, if it has to be."""
         return frozenset(self.step.changes) if self._is_replayed else frozenset()
 
-    def is_as_sealed(self) -> bool:
+    def is_as_sealed(self, *, with_items: bool) -> bool:
         """Whether the live state is still that of the last sealed step.
+
+        Args:
+            with_items: Whether a snapshot would read buffers and frozen parameters from the live training.
 
         Groups are left out: a snapshot holds those of the sealed step.
         """
@@ -289,7 +292,7 @@ class Recorder:
             and not self.guard.at_commit()
             and self.watch.is_as_committed()
             and live.averages.is_as_committed
-            and live.tracker.is_as_committed()
+            and (not with_items or live.tracker.is_as_committed())
         )
 
     def _groups(self) -> list[Groups]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -15,16 +16,22 @@ from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
+from lowdiff.model.items import FrozenSamples
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.format.values import encode
-from lowdiff.persistence.staging.items import StagedItems
+from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus, WriterStatus
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
 from lowdiff.types import Differential
+
+#: An item of more bytes that has not changed for some steps is not written again.
+_LARGE_BYTES, _SETTLED_STEPS = 1 << 16, 3
+#: Parameters of which a few elements are compared.
+_NUM_SAMPLED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,12 @@ class SurvivorsQueue:
         self._items: StagedItems | None = None
         #: Items that changed since the incarnation began, as of the last step.
         self._changed: dict[str, bytes] = {}
+        self._changed_at: dict[str, int] = {}
+        self._ahead_step = self._calls = -1
+        self._samples = FrozenSamples()
+        parameters = live.attached.parameters
+        self._sampled = [p for p in parameters if p.numel()][:: len(parameters) // _NUM_SAMPLED + 1]
+        self._telling = threading.Lock()
         self._seen = self._look()
         #: Whether items of the last step found no memory.
         self._is_failing = False
@@ -116,6 +129,10 @@ class SurvivorsQueue:
     ) -> None:
         """See `StepQueue`: stages the items of the record alone, and goes on where they find no memory."""
         self._seen = self._look()
+        for parameter in self._sampled:
+            self._samples.note(str(id(parameter)), parameter)
+        if self.page.status.ready_step >= 0:  # a failure that was none
+            self.tell(ready_step=-1)
         try:
             self._put(record, is_first=kind is RecordKind.BASE)
         except StorageError as error:
@@ -130,14 +147,28 @@ class SurvivorsQueue:
         if is_first or self._items is None or self._is_failing:
             items = self._all_items()
             self._items = StagedItems(self.storage.folder, items)
-            self._changed = {}
+            self._changed, self._changed_at = {}, {}
             self._sums.update(items)
         self._changed.update(record.items)
+        self._changed_at.update(dict.fromkeys(record.items, record.step))
+        self._settle(record.step)
         self._sums.update(record.items)
         self.storage.counters.staged_bytes += self._items.put(
             record.step, self._changed, self._alike
         )
         self._is_failing = False
+
+    def _settle(self, step: int) -> None:
+        """Write a large item that has not changed for some steps with those of the beginning, and then no more."""
+        settled = {
+            name: self._changed[name]
+            for name, at in self._changed_at.items()
+            if at < step - _SETTLED_STEPS and len(self._changed[name]) > _LARGE_BYTES
+        }
+        if settled and self._items is not None:
+            self._items.rebase(settled)
+            for name in settled:
+                del self._changed[name], self._changed_at[name]
 
     def hear(self, heard: Sequence[RankNews]) -> None:
         """See `StepQueue`: which kinds of items all ranks have alike."""
@@ -146,8 +177,11 @@ class SurvivorsQueue:
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: no gradients, but the items that change, as they are now."""
         if self._items is not None:
+            self._calls = self._calls + 1 if step == self._ahead_step else 0
+            self._ahead_step = step
             with suppress(StorageError):  # that of the step itself, which follows, is said
-                self._items.put_ahead(step, self._live.tracker.peek(self._changed.keys()))
+                ahead = self._live.tracker.peek(self._changed.keys())
+                self._items.put_ahead(step, ahead, self._calls)
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -188,10 +222,21 @@ class SurvivorsQueue:
     def is_as_committed(self) -> bool:
         """Whether nothing has replaced or written what is saved since the last commit; for any thread.
 
-        Parameters, averages and optimizer state, by their memory and version counters: what is written in
-        place through ``.data`` is not seen.
+        Parameters, averages and optimizer state, by their memory and version counters, and some elements of
+        some parameters: averaged weights that are put in through ``.data`` are seen, a write to a part is not.
         """
-        return not self._is_failing and self._look() == self._seen
+        if self._is_failing or self._look() != self._seen:
+            return False
+        return not self._samples.have_moved([str(id(parameter)) for parameter in self._sampled])
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """See `StepQueue`."""
+        return read_items(self.storage.folder, step)
+
+    def tell(self, **changes: object) -> None:
+        """Publish what this rank's survivor knows; for any thread."""
+        with self._telling:
+            self.page.update(**changes)
 
     def _set_aside(self) -> None:
         folder = self.storage.folder

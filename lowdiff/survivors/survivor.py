@@ -116,7 +116,7 @@ class Survivor:
         self._training = training
         self._queue = queue
         self._stage = stage
-        self._saving, self._telling = threading.Lock(), threading.Lock()
+        self._saving = threading.Lock()
         self._saved_step = -1
         self._refused = ""
 
@@ -135,8 +135,7 @@ class Survivor:
         self._tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting, **changes)
 
     def _tell(self, **changes: object) -> None:
-        with self._telling:
-            self._queue.page.update(**changes)
+        self._queue.tell(**changes)
 
     def all_wait(self) -> bool:
         """Whether every rank of this node that lives waits for other ranks."""
@@ -203,7 +202,12 @@ class Survivor:
                 time.sleep(_LOOK_SECONDS)
                 continue
             # Ranks may be a step apart: the step that all of them reached is the one to save.
-            least = min(peer.ready_step for peer in peers if peer.counts)
+            # A dead one may have been ready at a failure before, that was none.
+            ready = [p.ready_step for p in peers if p.counts and p.ready_step >= step - 1]
+            if not ready:
+                self._refuse("somebody removed its staging memory")
+                return None
+            least = min(ready)
             missing = [peer for peer in peers if peer.saved_step != least]
             guests = self._missing_guests(least)
             writers = [peer.rank for peer in peers if peer.is_alive and peer.ready_step == least]

@@ -29,6 +29,8 @@ _LOOK_SECONDS = 0.25
 _GRACE_SECONDS, _LONG_GRACE_SECONDS = 2.0, 20.0
 _LEAST_HANG_SECONDS, _HANG_STEPS = 60.0, 20
 _NUM_STEPS = 50
+#: How long a save that is under way may take to end.
+_CLOSE_SECONDS = 25.0
 #: Where the main thread waits for other ranks: innermost Python frames of collectives and backward passes.
 _WAITING_IN = (
     os.path.join("torch", "distributed") + os.sep,
@@ -133,12 +135,22 @@ class FailureWatch:
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * _LOOK_SECONDS)
+            self._thread.join(timeout=_CLOSE_SECONDS)
 
     def save(self, why: str) -> None:
         """Save the state after a failure; for any thread. A forked process has nothing to save."""
-        if os.getpid() == self._process:
-            self._survivor.save(why)
+        self._save(why)
+
+    def _save(self, why: str) -> bool:
+        """Save; whether the state is saved. An error of the save hides none of the user's."""
+        if os.getpid() != self._process or self._is_over.is_set():
+            return False
+        try:
+            return self._survivor.save(why) is not None
+        except Exception as error:  # noqa: BLE001 -- said, and the failure before goes on
+            text = f"the state could not be saved: {type(error).__name__}: {error}"
+            Code.NOT_SAVED_AFTER_FAILURE.warn(text, exc_info=True)
+            return False
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -151,11 +163,7 @@ class FailureWatch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
-            try:
-                self._look()
-            except Exception as error:  # noqa: BLE001 -- the thread must go on looking
-                text = f"the state could not be saved: {type(error).__name__}: {error}"
-                Code.NOT_SAVED_AFTER_FAILURE.warn(text, exc_info=True)
+            self._look()
 
     def _look(self) -> None:
         is_waiting = self._main.waits_for_ranks()
@@ -176,18 +184,24 @@ class FailureWatch:
 
     def _after_signal(self) -> None:
         """Save: the main thread is stuck, and does not come to a commit any more."""
-        self.save("SIGTERM came while the main thread waits for other ranks")
-        if self._ends_by_signal:
-            _leave(128 + signal.SIGTERM)
+        is_saved = self._save("SIGTERM came while the main thread waits for other ranks")
+        # Where all live, they may yet end together, and the launcher ends those that do not.
+        if is_saved and self._ends_by_signal and self._survivor.has_lost_peer():
+            self._leave(128 + signal.SIGTERM)
 
     def _after_hang(self) -> None:
         step, seconds = self.pace.step, self.pace.seconds
         self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
         Code.HANG_SEEN.warn(text, step=step, seconds=seconds)
-        self.save("the ranks hang")
-        if self._on_hang == "exit":
-            _leave(1)
+        if self._save("the ranks hang") and self._on_hang == "exit":
+            self._leave(1)
+
+    def _leave(self, status: int) -> None:
+        """End the process, whatever its main thread waits for."""
+        if not self._is_over.is_set():
+            logging.shutdown()
+            os._exit(status)
 
 
 class _MainThread:
@@ -212,9 +226,3 @@ class _MainThread:
         if any(part in frame.f_code.co_filename for part in _WAITING_IN):
             return True
         return not self._is_on_host and before == self._place
-
-
-def _leave(status: int) -> None:
-    """End the process, whatever its main thread waits for."""
-    logging.shutdown()
-    os._exit(status)

@@ -19,10 +19,10 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.files.paths import NUM_ITEM_SLOTS, StagingFolder
 from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
-#: Step, length, checksum, and what was alike on all ranks at the step before.
+#: Step, length, checksum, and a mark: what was alike on all ranks at the step before, or an optimizer call.
 _HEAD = struct.Struct("<QQIB")
 #: Slot of the items that the incarnation began with; the others take turns.
-_BASE, _NUM_TURNS, _AHEAD = 0, 2, NUM_ITEM_SLOTS - 1
+_BASE, _NUM_TURNS, _AHEAD, _NEW_BASE = 0, 2, NUM_ITEM_SLOTS - 1, NUM_ITEM_SLOTS
 
 
 class StagedItems:
@@ -50,22 +50,39 @@ class StagedItems:
         """
         return self._write(_turn(step), step, items, alike)
 
-    def put_ahead(self, step: int, items: Mapping[str, bytes]) -> None:
-        """Stage items as they are before an optimizer makes ``step``.
+    def rebase(self, items: Mapping[str, bytes]) -> None:
+        """Take items, as they were at the last two steps, for those that the incarnation began with.
 
         Raises:
             StorageError: If there is no memory for them.
         """
-        self._write(_AHEAD, step, items)
+        found = _read(self._stage, _BASE)
+        if found is not None:
+            path, new = self._stage.items(_BASE), self._stage.items(_NEW_BASE)
+            self._write(_NEW_BASE, 0, found.items | dict(items))
+            new.replace(path)
 
-    def _write(self, slot: int, step: int, items: Mapping[str, bytes], alike: int = 0) -> int:
+    def put_ahead(self, step: int, items: Mapping[str, bytes], call: int) -> None:
+        """Stage items as they are before an optimizer makes ``step``, or a part of it.
+
+        Args:
+            step: The step.
+            items: What changes from step to step.
+            call: Which optimizer call of the step it is.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        self._write(_AHEAD, step, items, call % 256)
+
+    def _write(self, slot: int, step: int, items: Mapping[str, bytes], mark: int = 0) -> int:
         body = encode(dict(items), name="items")
         path = self._stage.items(slot)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 # The checksum tells of a kill in between.
-                data = _HEAD.pack(step, len(body), _checksum(step, alike, body), alike) + body
+                data = _HEAD.pack(step, len(body), _checksum(step, mark, body), mark) + body
                 if os.pwrite(descriptor, data, 0) != len(data):
                     raise StorageError(f"{path} was written in part: its file system is full")
             finally:
@@ -88,13 +105,13 @@ def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
 def read_alike(stage: StagingFolder, step: int) -> int:
     """Return the bits of the kinds of items that all ranks had alike at the step before a staged one."""
     found = _read(stage, _turn(step))
-    return 0 if found is None or found.step != step else found.alike
+    return 0 if found is None or found.step != step else found.mark
 
 
-def read_ahead(stage: StagingFolder, step: int) -> dict[str, bytes]:
-    """Return items of a rank as they were before an optimizer made a step; none if it had not come so far."""
+def read_ahead(stage: StagingFolder, step: int) -> tuple[int, dict[str, bytes]]:
+    """Return which optimizer call of a step was a rank's last, and its items before; -1 and none before the first."""
     found = _read(stage, _AHEAD)
-    return {} if found is None or found.step != step else found.items
+    return (-1, {}) if found is None or found.step != step else (found.mark, found.items)
 
 
 def _turn(step: int) -> int:
@@ -104,7 +121,7 @@ def _turn(step: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Content:
     step: int
-    alike: int
+    mark: int
     items: dict[str, bytes]
 
 
@@ -115,15 +132,15 @@ def _read(stage: StagingFolder, slot: int) -> _Content | None:
         return None
     if len(data) < _HEAD.size:
         return None
-    step, size, checksum, alike = _HEAD.unpack_from(data)
+    step, size, checksum, mark = _HEAD.unpack_from(data)
     body = data[_HEAD.size : _HEAD.size + size]
-    if len(body) != size or checksum != _checksum(step, alike, body):
+    if len(body) != size or checksum != _checksum(step, mark, body):
         return None
     try:
-        return _Content(step, alike, decode(body))
+        return _Content(step, mark, decode(body))
     except BadEncoding:
         return None
 
 
-def _checksum(step: int, alike: int, body: bytes) -> int:
-    return int(crc32c(body, crc32c(bytes([*step.to_bytes(8, "little"), alike]))))
+def _checksum(step: int, mark: int, body: bytes) -> int:
+    return int(crc32c(body, crc32c(bytes([*step.to_bytes(8, "little"), mark]))))

@@ -43,6 +43,10 @@ class StagedImage:
     checksum: int
     image: Path
 
+    def is_overwritten(self, staging: StagingFolder) -> bool:
+        """Whether a later image lies in the same file by now."""
+        return any(new.image == self.image for new in newer_images(staging, self.step))
+
 
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
     """Return whole images of later steps, oldest first, one per step.

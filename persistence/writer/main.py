@@ -361,7 +361,12 @@ class Writer:
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        await persist_image(settings, image)
+        try:
+            await persist_image(settings, image)
+        except StorageError:
+            if image.is_overwritten(settings.staging):
+                return  # a survivor saved a later state in its place
+            raise
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.set_facts(snapshot_bytes=image.bytes)
         self._recorder.publish()

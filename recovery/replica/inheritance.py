@@ -89,9 +89,13 @@ def items_of_dead(
     if theirs is None:
         alike = read_alike(own, step)
         theirs = {name: data for name, data in before.items() if alike >> _kind(name) & 1}
+    call, own_ahead = read_ahead(own, step)
+    their_call, ahead = (-1, {}) if dead is None else read_ahead(dead, step)
     return inherited(
-        Known(now, read_ahead(own, step), before),
-        {} if dead is None else read_ahead(dead, step),
+        Known(now, own_ahead, before),
+        ahead
+        if their_call == call
+        else {},  # what follows an earlier call of the step is not known
         theirs,
         seed=(own.run_id, rank, step),
         takes_buffers=takes_buffers,

@@ -36,7 +36,9 @@ def test_settings_rebuild_an_equal_compressor() -> None:
 
 
 def test_what_this_version_cannot_rebuild_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"compressed with 'signsgd'.*known are cast,.* topk"):
+    with pytest.raises(
+        ConfigError, match=r"compressed with 'signsgd'.*known are averaged, cast,.* topk"
+    ):
         from_settings("signsgd", {})
     with pytest.raises(ConfigError, match=r"'topk' cannot be rebuilt from the run.*'momentum'"):
         from_settings("topk", {"density": 0.1, "momentum": 0.9})

@@ -32,9 +32,21 @@ def test_the_last_two_steps_can_be_read(stage: StagingFolder) -> None:
 
 def test_ahead_of_a_step_only_what_changes_is_there(stage: StagingFolder) -> None:
     items = StagedItems(stage, BASE)
-    items.put_ahead(3, {"rng/torch": b"3"})
-    assert read_ahead(stage, 3) == {"rng/torch": b"3"}
-    assert read_ahead(stage, 4) == {}
+    items.put_ahead(3, {"rng/torch": b"3"}, 1)
+    assert read_ahead(stage, 3) == (1, {"rng/torch": b"3"})
+    assert read_ahead(stage, 4) == (-1, {})
+
+
+def test_items_that_have_settled_are_written_with_those_of_the_beginning(
+    stage: StagingFolder,
+) -> None:
+    items = StagedItems(stage, BASE)
+    for step in (1, 2):
+        items.put(step, {"frozen/target": b"t", "rng/torch": str(step).encode()})
+    items.rebase({"frozen/target": b"t"})
+    assert read_items(stage, 1) == {**BASE, "frozen/target": b"t", "rng/torch": b"1"}
+    items.put(3, {"rng/torch": b"3"})
+    assert read_items(stage, 3) == {**BASE, "frozen/target": b"t", "rng/torch": b"3"}
 
 
 @pytest.mark.parametrize("length", [0, 7, 21, -1])

@@ -105,3 +105,34 @@ def test_what_was_not_alike_is_lost_with_the_node(
     found, why = items_of_dead(STEP, 0, survivor, None, takes_buffers=alike != OBJECTS)
     assert found is None
     assert what in why
+
+
+def test_what_was_ahead_of_an_earlier_call_of_the_step_is_not_its_end(tmp_path: Path) -> None:
+    own, dead = (StagingFolder.of(tmp_path, "a" * 32, 0, rank) for rank in (0, 1))
+    for stage, calls in ((own, 2), (dead, 1)):
+        stage.root.mkdir(parents=True)
+        items = StagedItems(stage, {})
+        items.put(6, {"rng/torch": b"old of %d" % stage.rank})
+        for call in range(calls):
+            items.put_ahead(7, {"rng/torch": b"%d of %d" % (call, stage.rank)}, call)
+        if stage is own:
+            items.put(7, {"rng/torch": b"1 of 0"})
+    found, why = items_of_dead(7, 1, own, dead, takes_buffers=False)
+    assert found is not None
+    assert found["rng/torch"] not in (b"0 of 1", b"1 of 0")
+    assert "seeded anew" in why
+
+
+def test_an_object_that_a_rank_changed_for_the_first_time_is_lost_by_name(tmp_path: Path) -> None:
+    own, dead = (StagingFolder.of(tmp_path, "a" * 32, 0, rank) for rank in (0, 1))
+    name = "stateful/checkpointer.state"
+    for stage in (own, dead):
+        stage.root.mkdir(parents=True)
+        items = StagedItems(stage, {name: b"empty"})
+        items.put(6, {})
+        items.put_ahead(7, {name: b"of %d" % stage.rank}, 0)
+        if stage is own:
+            items.put(7, {name: b"of 0"})
+    found, why = items_of_dead(7, 1, own, dead, takes_buffers=False)
+    assert found is None
+    assert name in why
