@@ -110,12 +110,19 @@ def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None
     buffer.copy_(own[: buffer.numel()])
 
 
-def own_group(training_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a Gloo group of the same ranks with the same timeout; only the group's ranks call this."""
+def own_group(
+    training_group: dist.ProcessGroup, *, at_least: timedelta = default_pg_timeout
+) -> dist.ProcessGroup:
+    """Make a Gloo group of the same ranks; only the group's ranks call this.
+
+    Args:
+        training_group: Whose timeout the new group has.
+        at_least: Unless that is shorter than this: a rank may recover for longer than a step takes.
+    """
     members = dist.get_process_group_ranks(training_group)
     group: dist.ProcessGroup = dist.new_group(
         members,
-        timeout=_timeout_of(training_group),
+        timeout=max(timeout_of(training_group), at_least),
         backend="gloo",
         use_local_synchronization=not _is_world(training_group),
     )
@@ -134,13 +141,13 @@ def leave(group: dist.ProcessGroup | None) -> None:
                 dist.destroy_process_group(group)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long ranks wait for one another: at least Gloo's default, as NCCL's is shorter."""
-    found = [default_pg_timeout]
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long ranks of a group wait for one another."""
+    found = []
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)  # not every backend has any
         found.append(getattr(options, "_timeout", default_pg_timeout))
-    return max(found)
+    return max(found, default=default_pg_timeout)
 
 
 def _is_world(group: dist.ProcessGroup) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ class Lane:
     def _queue(self, start: torch.futures.Future[None]) -> None:
         if self._group is None:
             assert self._training_group is not None
-            self._group = own_group(self._training_group)
+            # A rank that hangs in the exchange is one that hangs in training.
+            self._group = own_group(self._training_group, at_least=timedelta(0))
         with self._lock:
             self._waiting.append(start)
             if not self._is_running:

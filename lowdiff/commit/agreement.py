@@ -74,10 +74,15 @@ _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
 
 
 class News:
-    """Tells and hears; what a single process tells is what it hears."""
+    """Tells and hears; what a single process tells is what it hears.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    Args:
+        group: Of the ranks; None for a single process.
+        patience: How long ranks wait for one another; None: as long as the group does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, patience: timedelta | None = None) -> None:
+        self._group, self._patience = group, patience
         self._told: RankNews | None = None
         self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
 
@@ -97,7 +102,7 @@ class News:
         """Wait for the news of all ranks, in rank order.
 
         Args:
-            timeout_seconds: How long; by default as long as the process group waits.
+            timeout_seconds: How long; by default as long as ranks wait in training.
 
         Raises:
             RankLost: If a rank ended.
@@ -108,10 +113,12 @@ class News:
             return (self._told,)
         work, all_words = self._coming
         try:
-            if timeout_seconds is None:
-                work.wait()
-            else:
+            if timeout_seconds is not None:
                 work.wait(timedelta(seconds=timeout_seconds))
+            elif self._patience is not None:
+                work.wait(self._patience)
+            else:
+                work.wait()
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None
@@ -237,7 +244,7 @@ class Agreement:
         self.health = health
         self.is_alone = ranks.world_size == 1
         self._heard: tuple[RankNews, ...] | None = None
-        self._news = News(None if self.is_alone else ranks.group)
+        self._news = News(None if self.is_alone else ranks.group, ranks.patience)
         self._lock = lock
         self.was_told_to_stop = self._all_stop = self._has_lost_run = False
         self._acted_step = -1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.collectives import leave, own_group
+from lowdiff.compressors.collectives import leave, own_group, timeout_of
 from lowdiff.core.layout import dtype_name
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, write_file
@@ -38,8 +38,11 @@ class Ranks:
         #: The Gloo group of lowdiff's own, on which every rank starts the same collectives in turn.
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
+        #: How long ranks wait for one another in a step.
+        self.patience: timedelta | None = None
         if training_group is not None:
             self.group = own_group(training_group)
+            self.patience = timeout_of(training_group)
             self.rank, self.world_size = dist.get_rank(training_group), training_group.size()
 
     def gather(self, value: Any) -> list[Any]:
