@@ -20,6 +20,8 @@ from lowdiff.types import Differential
 class StepQueue(Protocol):
     """One rank's queue of steps: staged by training, emptied by other processes.
 
+    Large because it is all that strategies do differently while a training runs.
+
     Attributes:
         storage: The processes that empty it.
         logs_steps: Whether every step becomes durable by itself, without a snapshot after it.
