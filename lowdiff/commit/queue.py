@@ -231,12 +231,7 @@ class LogQueue:
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
         """See `StepQueue`."""
-        is_busy = self.status().durable_snapshot < self.images.step
-        if self.storage.degrades and is_busy and not required:
-            self.images.is_owed = True
-            return
-        self.wait_for_snapshot()
-        self.images.stage(step, tensors, required=required)
+        self.images.stage_behind_last(self, step, tensors, required=required)
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """See `StepQueue`."""
@@ -256,9 +251,7 @@ class LogQueue:
         """See `StepQueue`: the snapshot takes the place of the steps that were lost."""
         self._log = self._log.anew()
         self.storage.begin_anew(step)
-        durable = self.storage.writer.read_status().durable_snapshot
-        self.images.step = min(self.images.step, durable)
-        self.images.is_owed = True
+        self.images.begin_anew()
         self._renewed_step = step
 
     def items(self, step: int) -> Mapping[str, bytes] | None:

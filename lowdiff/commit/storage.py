@@ -410,6 +410,34 @@ class Images:
         storage.counters.snapshots += 1
         return True
 
+    def stage_behind_last(
+        self,
+        queue: Waiting,
+        step: int,
+        tensors: Callable[[], Sequence[ImageTensor]],
+        *,
+        required: bool,
+    ) -> None:
+        """Stage a snapshot once the last one is durable, whose memory it takes; see `StepQueue`.
+
+        Args:
+            queue: Which waits.
+            step: Step of the snapshot.
+            tensors: Reads what is in it.
+            required: Whether to wait also with ``backpressure="degrade"``; else it is owed.
+        """
+        is_busy = queue.status().durable_snapshot < self.step
+        if self._storage.degrades and is_busy and not required:
+            self.is_owed = True
+            return
+        self._storage.wait_for_image(queue, self.step)
+        self.stage(step, tensors, required=required)
+
+    def begin_anew(self) -> None:
+        """Owe a snapshot, because staging was removed, and with it one that is not durable."""
+        self.step = min(self.step, self._storage.writer.read_status().durable_snapshot)
+        self.is_owed = True
+
     def may_retry(self, step: int) -> bool:
         """Whether one that found no memory may be tried again after ``step``."""
         return step >= self._retry_step

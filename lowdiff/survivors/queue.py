@@ -187,12 +187,7 @@ class SurvivorsQueue:
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
         """See `StepQueue`."""
-        is_busy = self.status().durable_snapshot < self.images.step
-        if self.storage.degrades and is_busy and not required:
-            self.images.is_owed = True
-            return
-        self.wait_for_snapshot()
-        self.images.stage(step, tensors, required=required)
+        self.images.stage_behind_last(self, step, tensors, required=required)
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """See `StepQueue`."""
@@ -210,8 +205,7 @@ class SurvivorsQueue:
     def begin_anew(self, step: int) -> None:
         """See `StepQueue`: the items of the step that is committed next are all there are."""
         self.storage.begin_anew(step)
-        self.images.step = min(self.images.step, self.storage.writer.read_status().durable_snapshot)
-        self.images.is_owed = True
+        self.images.begin_anew()
         self._items = None
         self._set_aside()
 
@@ -246,7 +240,7 @@ class SurvivorsQueue:
         self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
 
     def _look(self) -> list[tuple[int, int]]:
-        """Where everything that is saved lies, and how often it was written."""
+        """Return the place of every tensor that is saved, and how often it was written."""
         live = self._live
         states = (entry for o in live.attached.optimizers for entry in list(o.state.values()))
         values = (value for entry in states for value in list(entry.values()))

@@ -51,7 +51,7 @@ _REST_SECONDS = 5.0
 #: How long the survivors of a node wait for each other: within torchrun's 30 s.
 _MEET_SECONDS, _SAVE_SECONDS = 1.0, 20.0
 #: A process whose thread has not looked for so long is stopped.
-STOPPED_SECONDS = 2.0
+_STOPPED_SECONDS = 2.0
 _LOOK_SECONDS = 0.01
 
 
@@ -71,7 +71,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What is known of another rank on this node.
+    """A rank on this node, as others see it.
 
     Attributes:
         rank: Its number.
@@ -122,20 +122,12 @@ class Survivor:
 
     @property
     def path(self) -> Path:
-        """Where the share of this rank would lie."""
+        """The file in which the share of this rank would lie."""
         return self._stage.survivor_image
 
     def look(self, *, is_waiting: bool) -> None:
         """Tell the other ranks that this process lives, and whether its main thread waits for them."""
-        resting = self._training.resting
-        has_gone_on = (
-            resting is not None and resting.differential.step > self._queue.page.status.ready_step
-        )
-        changes = {"ready_step": -1} if has_gone_on else {}
-        self._tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting, **changes)
-
-    def _tell(self, **changes: object) -> None:
-        self._queue.tell(**changes)
+        self._queue.tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting)
 
     def all_wait(self) -> bool:
         """Whether every rank of this node that lives waits for other ranks."""
@@ -170,7 +162,7 @@ class Survivor:
                     "parameters or optimizer state were written since the last commit, by no optimizer"
                 )
                 return None
-            self._tell(ready_step=step)
+            self._queue.tell(ready_step=step)  # until the next step is staged
             saved_step = self._save_with_others(sealed)
             if saved_step is None:
                 return None
@@ -244,7 +236,7 @@ class Survivor:
 
     @property
     def _home(self) -> StagingFolder:
-        """Where the shares of ranks on other nodes lie, whoever of this node is alive."""
+        """The folder for shares of ranks on other nodes, whoever of this node is alive."""
         return self._folder_of(self._queue.node.first)
 
     def _folder_of(self, rank: int) -> StagingFolder:
@@ -379,7 +371,7 @@ class Survivor:
 
 
 def _is_stale(page: SurvivorStatus) -> bool:
-    return time.time() - page.seen_at_unix_seconds > STOPPED_SECONDS
+    return time.time() - page.seen_at_unix_seconds > _STOPPED_SECONDS
 
 
 def _is_held(path: Path) -> bool:

@@ -137,12 +137,12 @@ class FailureWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=_CLOSE_SECONDS)
 
-    def save(self, why: str) -> None:
-        """Save the state after a failure; for any thread. A forked process has nothing to save."""
-        self._save(why)
+    def save(self, why: str) -> bool:
+        """Save the state after a failure; for any thread. An error of the save hides none of the user's.
 
-    def _save(self, why: str) -> bool:
-        """Save; whether the state is saved. An error of the save hides none of the user's."""
+        Returns:
+            Whether the state is saved. A forked process has nothing to save.
+        """
         if os.getpid() != self._process or self._is_over.is_set():
             return False
         try:
@@ -184,7 +184,7 @@ class FailureWatch:
 
     def _after_signal(self) -> None:
         """Save: the main thread is stuck, and does not come to a commit any more."""
-        is_saved = self._save("SIGTERM came while the main thread waits for other ranks")
+        is_saved = self.save("SIGTERM came while the main thread waits for other ranks")
         # Where all live, they may yet end together, and the launcher ends those that do not.
         if is_saved and self._ends_by_signal and self._survivor.has_lost_peer():
             self._leave(128 + signal.SIGTERM)
@@ -194,7 +194,7 @@ class FailureWatch:
         self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
         Code.HANG_SEEN.warn(text, step=step, seconds=seconds)
-        if self._save("the ranks hang") and self._on_hang == "exit":
+        if self.save("the ranks hang") and self._on_hang == "exit":
             self._leave(1)
 
     def _leave(self, status: int) -> None:
