@@ -28,7 +28,7 @@ from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import Catalog, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence
-from lowdiff.persistence.staging.status import holds_state
+from lowdiff.persistence.staging.status import is_log
 from lowdiff.recovery.plan import recoverable, spans_of
 
 _RECORD_START = re.compile(RECORD_MAGIC)
@@ -228,7 +228,7 @@ def _is_cut_short(rest: memoryview) -> bool:
 def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
     """Staged records that fail their checksum and have good ones behind them."""
     for stage in catalog.staging:
-        if holds_state(stage) and not check_all:
+        if not (is_log(stage) or check_all):
             continue  # what of it is used is compared then
         for _, path in stage.chunks():
             view = None

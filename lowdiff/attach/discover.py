@@ -26,7 +26,7 @@ from lowdiff.persistence.run.fences import (
 )
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
 from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
-from lowdiff.persistence.staging.status import SavedStatus, holds_state, read_status
+from lowdiff.persistence.staging.status import SavedStatus, is_log, read_status
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.recovery.replica.file import note_kernel, sound_files
@@ -267,13 +267,16 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     for stage in stages:
         claim_moved(stage, settings.folder)
         # Where there is a replica, the writer only persists what the replica holds in memory.
-        lock = FileLock(stage.replica_lock if holds_state(stage) else stage.writer_lock)
-        if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
-            lock.release()
-        elif holds_state(stage):
-            raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
-        else:
-            Code.OLD_WRITER_BUSY.warn(f"{lock.holder()} still works on {stage.root}; going on")
+        for path in (
+            (stage.writer_lock, stage.survivor_lock) if is_log(stage) else stage.state_locks
+        ):
+            lock = FileLock(path)
+            if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
+                lock.release()
+            elif path == stage.writer_lock:
+                Code.OLD_WRITER_BUSY.warn(f"{lock.holder()} still works on {stage.root}; going on")
+            else:
+                raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
     return stages
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lowdiff.commit.standby import Node
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import shares_of
@@ -24,7 +25,6 @@ from lowdiff.persistence.staging.budget import (
     room_at,
 )
 from lowdiff.settings import Settings
-from lowdiff.survivors.queue import Node
 from lowdiff.types import Layout
 
 _MIB = 1 << 20

@@ -28,7 +28,9 @@ from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
+from lowdiff.commit.snapshot_queue import SnapshotQueue
 from lowdiff.commit.staging import Staging, constant_images
+from lowdiff.commit.standby import Standby
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
@@ -64,7 +66,6 @@ from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
-from lowdiff.survivors.queue import SurvivorsQueue
 from lowdiff.survivors.survivor import Survivor
 from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
@@ -325,6 +326,7 @@ def _begin(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
+            standby = _standby(settings, live, folder, memory)
             queue = _queue(settings, live, fence, memory, starting, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
@@ -336,7 +338,7 @@ def _begin(
                 live,
                 _recorder(settings, live, fence, ranks, scaling, memory),
                 queue,
-                Staging(area, queue, live, meter.recorder),
+                Staging(area, queue, live, meter.recorder, standby),
                 _agreement(settings, live, ranks, lock),
                 Schedule(
                     cadence,
@@ -348,9 +350,7 @@ def _begin(
                 start.step,
             )
             undo.callback(session.detach)
-            survivor = None
-            if isinstance(queue, SurvivorsQueue):
-                survivor = Survivor(live, session, queue, folder)
+            survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
             meter.note(past.attached())
         session.start()
@@ -388,6 +388,19 @@ def _stop_started(starting: Future[WriterProcess]) -> None:
         starting.result().stop()
 
 
+def _standby(
+    settings: Settings, live: Live, folder: StagingFolder, memory: Memory
+) -> Standby | None:
+    """Make what survivors need, if anything would be lost without them.
+
+    Where steps are staged on one node, they outlive every process. A node that is lost takes its part of
+    them along, and without it no rank has the whole state but those that live.
+    """
+    if settings.strategy == "survivors":
+        return Standby(folder, live, memory.node, memory.image_bytes)
+    return Standby(folder, live, memory.node, 0) if memory.node.others else None
+
+
 def _queue(
     settings: Settings,
     live: Live,
@@ -400,8 +413,7 @@ def _queue(
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
     writer = starting.result()
     if settings.strategy == "survivors":
-        storage = Storage(folder, writer, None, settings, live.rank, live.world_size)
-        return SurvivorsQueue(storage, live, memory.image_bytes, memory.node)
+        return SnapshotQueue(Storage(folder, writer, None, settings, live.rank, live.world_size))
     log = StagingLog(
         folder,
         run_id=fence.run_id,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
@@ -40,11 +39,6 @@ class StepQueue(Protocol):
     @property
     def is_gone(self) -> bool:
         """Whether somebody removed the staging folder, or files of it."""
-        ...
-
-    @property
-    def item_sums(self) -> tuple[int, int, int]:
-        """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
         ...
 
     @property
@@ -86,10 +80,6 @@ class StepQueue(Protocol):
         """
         ...
 
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks said after the step that was staged last."""
-        ...
-
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
@@ -126,14 +116,6 @@ class StepQueue(Protocol):
         """Further parts of ``stats()``; for any thread."""
         ...
 
-    def items(self, step: int) -> Mapping[str, bytes] | None:
-        """Return all items as of a step that was staged; None where the queue does not keep them."""
-        ...
-
-    def is_as_committed(self) -> bool:
-        """Whether nothing wrote to what only the live training has, where the queue does not keep it."""
-        ...
-
 
 class LogQueue:
     """Differentials that the writer makes durable; see `StepQueue`. Large because it is all of that."""
@@ -153,11 +135,6 @@ class LogQueue:
     def is_gone(self) -> bool:
         """See `StepQueue`."""
         return self._log.is_gone
-
-    @property
-    def item_sums(self) -> tuple[int, int, int]:
-        """See `StepQueue`: none are compared."""
-        return 0, 0, 0
 
     @property
     def durable_step(self) -> int:
@@ -224,9 +201,6 @@ class LogQueue:
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: compressed gradients are staged with their step."""
 
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """See `StepQueue`: the log has all items."""
-
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
@@ -253,14 +227,6 @@ class LogQueue:
         self.storage.begin_anew(step)
         self.images.begin_anew()
         self._renewed_step = step
-
-    def items(self, step: int) -> Mapping[str, bytes] | None:
-        """See `StepQueue`: a snapshot reads them from the live training."""
-        return None
-
-    def is_as_committed(self) -> bool:
-        """See `StepQueue`: what is recorded is compared by the recorder."""
-        return True
 
     def figures(self) -> dict[str, Any]:
         """See `StepQueue`."""

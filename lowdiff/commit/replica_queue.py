@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, numbered, sections_of
@@ -127,11 +126,6 @@ class ReplicaQueue:
         return self._replica.read_status().generation == generation
 
     @property
-    def item_sums(self) -> tuple[int, int, int]:
-        """See `StepQueue`: none are compared."""
-        return 0, 0, 0
-
-    @property
     def durable_step(self) -> int:
         """See `StepQueue`."""
         return self.storage.writer.read_status().unbroken_step
@@ -153,9 +147,6 @@ class ReplicaQueue:
         if not (status.error and self.is_gone):  # the next commit names the cause and cures it
             storage.errors.report(status, 2 * storage.settings.snapshot_every)
         return status
-
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """See `StepQueue`: the replica has all items."""
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: straight from where the optimizer has them."""
@@ -271,14 +262,6 @@ class ReplicaQueue:
         self._is_dropping = True
         self._pending = ()
         self.storage.begin_anew(step)
-
-    def items(self, step: int) -> Mapping[str, bytes] | None:
-        """See `StepQueue`: a snapshot reads them from the live training."""
-        return None
-
-    def is_as_committed(self) -> bool:
-        """See `StepQueue`: what is recorded is compared by the recorder."""
-        return True
 
     def figures(self) -> dict[str, Any]:
         """See `StepQueue`."""

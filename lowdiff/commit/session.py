@@ -98,10 +98,10 @@ class Session:
 
     def is_as_sealed(self) -> bool:
         """Whether a snapshot taken now would be one of the last step."""
-        keeps_items = self.queue.items(self.step) is not None
-        return (
-            self.recorder.is_as_sealed(with_items=not keeps_items) and self.queue.is_as_committed()
-        )
+        staging = self._staging
+        keeps_items = staging.items(self.step) is not None
+        is_sealed = self.recorder.is_as_sealed(with_items=not keeps_items)
+        return is_sealed and staging.is_as_committed()
 
     @property
     def large_items(self) -> dict[str, int]:
@@ -148,7 +148,7 @@ class Session:
             return ()
         heard, is_new = agreement.hear(timeout_seconds)
         if is_new:
-            self.queue.hear(heard)
+            self._staging.hear(heard)
             rebased = {news.has_rebased for news in heard}
             if len(rebased) > 1:  # a snapshot exists only with every rank's share
                 self._schedule.ask(Why.OTHER_RANK)
@@ -243,7 +243,7 @@ class Session:
         interval, batch = self._schedule.cadence.wish()
         # Asked first: it hears of errors.
         can_snapshot = queue.is_ready_for_snapshot(self.step)
-        generators, buffers, objects = queue.item_sums
+        generators, buffers, objects = self._staging.item_sums
         return RankNews(
             incarnation=self._live.incarnation,
             step=self.step,
@@ -271,7 +271,7 @@ class Session:
         Raises:
             StorageError: If it cannot be made.
         """
-        if self.queue.is_gone and not self.agreement.has_lost_run:
+        if self._staging.is_gone and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.run_lock import StagingArea
+from lowdiff.commit.standby import Standby
 from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
@@ -42,6 +44,7 @@ class Staging:
         queue: Takes steps and images.
         live: Its residual lies there.
         measurements: So do its measurements.
+        standby: Keeps the items of its last two steps for survivors; None where nobody would save it.
     """
 
     def __init__(
@@ -50,11 +53,41 @@ class Staging:
         queue: StepQueue,
         live: Live,
         measurements: MeasurementRecorder,
+        standby: Standby | None,
     ) -> None:
         self._area = area
         self._queue = queue
         self._live = live
         self._measurements = measurements
+        self._standby = standby
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the folder, or files of it."""
+        return self._queue.is_gone or (self._standby is not None and self._standby.is_gone)
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
+        return (0, 0, 0) if self._standby is None else self._standby.sums
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note what all ranks said after the step that was staged last."""
+        if self._standby is not None:
+            self._standby.hear(heard)
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """Return all items as of a step, however far the live ones have moved since; None if not kept.
+
+        With error feedback a snapshot is never taken of them: its residual is in the live training alone.
+        """
+        if self._standby is None or self._live.residual.layout.parameters:
+            return None
+        return self._standby.items(step)
+
+    def is_as_committed(self) -> bool:
+        """Whether nothing wrote to what survivors would save, since the last commit; see `Standby`."""
+        return self._standby is None or self._standby.is_as_committed()
 
     def renew(self, step: int) -> None:
         """Make the folder anew, after ``step``; a full snapshot is owed.
@@ -72,23 +105,31 @@ class Staging:
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._measurements.reopen()
+        if self._standby is not None:
+            self._standby.begin_anew()
         self._queue.begin_anew(step)
 
     def stage_base(self, base: Sealed) -> None:
         """Name the residual that an incarnation starts from, should it die in its first step."""
         record = replace(base.differential, held=())
         self._queue.stage(RecordKind.BASE, record, rebases=False)
+        if self._standby is not None:
+            self._standby.stage_base(record)
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Stage gradients before their optimizer's step ends; see `StepQueue`."""
         with self._unless_gone():
             self._queue.stage_ahead(step, reducer, number)
+            if self._standby is not None:
+                self._standby.stage_ahead(step)
 
     def stage(self, sealed: Sealed) -> None:
         """Stage a step's record."""
         record = sealed.differential
         with self._unless_gone():
             self._queue.stage(RecordKind.DIFFERENTIAL, record, rebases=sealed.rebases)
+            if self._standby is not None:
+                self._queue.storage.counters.staged_bytes += self._standby.stage(record)
 
     def snapshot(self, sealed: Sealed, *, required: bool = False, waits: bool = False) -> None:
         """Stage a snapshot of a sealed step, unless that was the last one staged.
@@ -104,7 +145,7 @@ class Staging:
         step = sealed.differential.step
         with nullcontext() if required else self._unless_gone():
             if self._queue.images.step != step:
-                items = self._queue.items(step)
+                items = self.items(step)
                 if items is None:
                     tensors = partial(share_of, self._live, sealed)
                 else:  # buffers may have moved on since
@@ -119,7 +160,7 @@ class Staging:
         try:
             yield
         except StorageError:
-            if not self._queue.is_gone:
+            if not self.is_gone:
                 raise
 
 

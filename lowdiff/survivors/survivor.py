@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 
 from lowdiff.commit.staging import share_of_items
+from lowdiff.commit.standby import Standby
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
@@ -44,7 +45,6 @@ from lowdiff.persistence.staging.status import (
 )
 from lowdiff.recovery.replica.inheritance import items_of_dead
 from lowdiff.step.states import Sealed
-from lowdiff.survivors.queue import SurvivorsQueue
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.
 _REST_SECONDS = 5.0
@@ -101,7 +101,7 @@ class Survivor:
     Args:
         live: The training's state.
         training: Tells whether it can be saved now.
-        queue: Has the items of its last step.
+        standby: Has the items of its last step.
         stage: This rank's staging folder.
     """
 
@@ -109,12 +109,12 @@ class Survivor:
         self,
         live: Live,
         training: Training,
-        queue: SurvivorsQueue,
+        standby: Standby,
         stage: StagingFolder,
     ) -> None:
         self._live = live
         self._training = training
-        self._queue = queue
+        self._standby = standby
         self._stage = stage
         self._saving = threading.Lock()
         self._saved_step = -1
@@ -127,7 +127,7 @@ class Survivor:
 
     def look(self, *, is_waiting: bool) -> None:
         """Tell the other ranks that this process lives, and whether its main thread waits for them."""
-        self._queue.tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting)
+        self._standby.tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting)
 
     def all_wait(self) -> bool:
         """Whether every rank of this node that lives waits for other ranks."""
@@ -157,12 +157,12 @@ class Survivor:
             step = sealed.differential.step
             if self._saved_step == step:
                 return step
-            if not self._queue.is_as_committed():
+            if not self._standby.is_as_committed():
                 self._refuse(
                     "parameters or optimizer state were written since the last commit, by no optimizer"
                 )
                 return None
-            self._queue.tell(ready_step=step)  # until the next step is staged
+            self._standby.tell(ready_step=step)  # until the next step is staged
             saved_step = self._save_with_others(sealed)
             if saved_step is None:
                 return None
@@ -230,14 +230,14 @@ class Survivor:
         home = self._home
         saved = {
             rank: read_status(home.guest_saved(rank), SavedStatus).image
-            for rank in self._queue.node.others
+            for rank in self._standby.node.others
         }
         return [rank for rank, image in saved.items() if image is None or image.step != step]
 
     @property
     def _home(self) -> StagingFolder:
         """The folder for shares of ranks on other nodes, whoever of this node is alive."""
-        return self._folder_of(self._queue.node.first)
+        return self._folder_of(self._standby.node.first)
 
     def _folder_of(self, rank: int) -> StagingFolder:
         """The staging folder of a rank, if it is on this node."""
@@ -316,7 +316,7 @@ class Survivor:
             tensors: Reads what the image holds.
             status: The page's further content.
         """
-        lock = FileLock(stage.replica_lock)
+        lock = FileLock(stage.survivor_lock)
         if not lock.acquire(f"process {os.getpid()}, saving after a failure", timeout_seconds=1.0):
             return True  # another survivor is at it
         try:
@@ -325,7 +325,7 @@ class Survivor:
             aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
             with aside or nullcontext():
                 size, checksum = stage_image(image, tensors(), torch.get_num_threads())
-            if self._training.resting is not sealed or not self._queue.is_as_committed():
+            if self._training.resting is not sealed or not self._standby.is_as_committed():
                 self._refuse("training went on while it was saved")
                 return False
             # Last, as a manifest: from here on the share counts.

@@ -27,8 +27,9 @@
     STAGING/RUN_ID/i000002-r0000/replica.image           the replica's image being persisted
     STAGING/RUN_ID/i000002-r0000/items-0 to items-3      items of the beginning, of the last two steps, and ahead of one
     STAGING/RUN_ID/i000002-r0000/survivor                page of the thread that saves after a failure
-    STAGING/RUN_ID/i000002-r0000/survivor.image          what was saved for the rank (strategy survivors)
+    STAGING/RUN_ID/i000002-r0000/survivor.image          what was saved for the rank after a failure
     STAGING/RUN_ID/i000002-r0000/survivor.saved          page that says so, of whoever saved it
+    STAGING/RUN_ID/i000002-r0000/survivor.lock           held while it is written
     STAGING/RUN_ID/i000002-r0000/guest-0004              what was saved for rank 4, which is on another node
     STAGING/RUN_ID/i000002-r0000/guest-0004.saved        page that says so
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
@@ -294,6 +295,8 @@ class StagingFolder:
     survivor_saved = _File("survivor.saved")
     #: Image of the rank's share that a survivor saved after a failure.
     survivor_image = _File("survivor.image")
+    #: Lock held by the survivor that writes it.
+    survivor_lock = _File("survivor.lock")
     #: Output of the writer process.
     writer_log = _File("writer.log")
 
@@ -362,6 +365,16 @@ class StagingFolder:
         """Return the ranks on other nodes for which something was saved here."""
         return [rank for _, (rank,) in _matching(self.root, _GUEST_SAVED_NAME)]
 
+    @property
+    def state_locks(self) -> tuple[Path, Path]:
+        """Locks of the processes that write a state into the folder, beside its trainer."""
+        return self.replica_lock, self.survivor_lock
+
+    @property
+    def holds_saved(self) -> bool:
+        """Whether survivors saved a state here after a failure, of this rank or of others."""
+        return self.survivor_saved.exists() or bool(self.saved_guests())
+
     def replica_state(self, generation: int) -> Path:
         """Return the path of one file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
@@ -372,16 +385,16 @@ class StagingFolder:
         return [(generation, path) for path, (generation,) in found]
 
     def replica_files(self) -> list[Path]:
-        """Return the files that recovery reads of a state in memory; none where steps are logged.
+        """Return the files that recovery reads of a state in memory.
 
         Images for ranks on other nodes are left out: they are large, and seldom needed.
         """
-        own = [path for path in (self.replica_status, self.survivor_status) if path.exists()]
-        if not own:
-            return []
-        saved = [self.survivor_saved, self.survivor_image] if self.survivor_saved.exists() else []
-        items = [self.items(slot) for slot in range(NUM_ITEM_SLOTS)]
-        names = (*own, *saved, *items, self.trainer_status, self.snapshot)
+        names = [self.replica_status, self.survivor_status]
+        names += [self.items(slot) for slot in range(NUM_ITEM_SLOTS)]
+        if self.survivor_saved.exists():
+            names += [self.survivor_saved, self.survivor_image]
+        if self.replica_status.exists() or not self.chunks():  # a log leads further than its image
+            names += [self.trainer_status, self.snapshot]
         states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
 

@@ -100,7 +100,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     """Decide about a folder; one that may go stays locked for as long as ``held`` lasts."""
     paths = [stage.trainer_lock, stage.writer_lock]
     if holds_state(stage):
-        paths.append(stage.replica_lock)
+        paths += stage.state_locks
     for lock in map(FileLock, paths):
         if not lock.acquire(f"process {os.getpid()}, clearing staging memory"):
             return _verdict(stage, f"in use by {lock.holder()}", is_in_use=True)
@@ -113,9 +113,8 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
                 steps.add(record.header.step)
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
-    if holds_state(stage):
-        steps.add(state_step(stage))
-        steps.discard(-1)
+    steps.add(state_step(stage))
+    steps.discard(-1)
     if not steps:
         return _verdict(stage, "it holds no step", goes=True)
     owner = Owner.read(stage)
@@ -142,7 +141,7 @@ def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Co
     """Return those of a staging folder's steps that would be lost with the folder."""
     if not holds_state(stage):
         return only_staged(folder, stage, steps)
-    # A replica's steps are durable only in snapshots of this or of a later incarnation.
+    # A state in memory is durable only in snapshots of this or of a later incarnation.
     found = complete_snapshots(folder, stage.run_id)
     durable = max((s.step for s in found if s.incarnation >= stage.incarnation), default=-1)
     return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)

@@ -19,7 +19,7 @@ from lowdiff.persistence.run.journal import Collected, Pin, read_journal, read_p
 from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.run.records import RankRecords, list_segment
 from lowdiff.persistence.staging.log import staged_records
-from lowdiff.persistence.staging.status import holds_state
+from lowdiff.persistence.staging.status import is_log
 from lowdiff.types import Fence
 
 
@@ -102,7 +102,7 @@ def scan(
     for stage in staging:
         # A replica's queue may have gigabytes, of which almost nothing is needed, so skip
         # checksums.
-        check = check_all or not holds_state(stage)
+        check = check_all or is_log(stage)
         for path, record in staged_records(stage, check=check):
             # A BASE record stands at its incarnation's base step, where no differential can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):

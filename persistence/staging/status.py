@@ -246,9 +246,15 @@ def state_step(stage: StagingFolder) -> int:
     return max(read_status(stage.replica_status, ReplicaStatus).step, saved_step)
 
 
-def holds_state(stage: StagingFolder) -> bool:
-    """Return whether the state is in memory as a whole, of a replica or saved by survivors.
+def is_log(stage: StagingFolder) -> bool:
+    """Return whether steps lie here that can be replayed; else a log is only a replica's queue."""
+    is_of_survivors = stage.survivor_status.exists() and not stage.chunks()
+    return not (stage.replica_status.exists() or is_of_survivors)
 
-    Then a log, if there is one, is only a replica's queue.
+
+def holds_state(stage: StagingFolder) -> bool:
+    """Return whether a state may lie in memory as a whole: a replica's, or one that survivors saved.
+
+    With several nodes survivors save it beside a log as well.
     """
-    return stage.replica_status.exists() or stage.survivor_status.exists()
+    return not is_log(stage) or stage.holds_saved

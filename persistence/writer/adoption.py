@@ -25,7 +25,7 @@ from lowdiff.persistence.staging.status import (
     StatusPage,
     TrainerStatus,
     WriterStatus,
-    holds_state,
+    is_log,
     read_status,
 )
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of
@@ -51,14 +51,14 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if trainer_gone.is_set():
                     break  # the next incarnation's writer will adopt it
             else:
-                is_log = not holds_state(stage)
-                if is_log:
+                is_logged = is_log(stage)
+                if is_logged:
                     asyncio.run(_adopt(settings, stage))
-                # The residual of a log's last step, and all of a replica's state, are nowhere else.
-                is_base = is_log and settings.continues
+                # The residual of a log's last step, and all of a state, are nowhere else.
+                is_base = is_logged and settings.continues and not stage.holds_saved
                 if not is_base and not _is_replaced(settings, stage, trainer_gone):
                     inform(f"{stage.root} stays until a later incarnation's snapshot is seen")
-                elif is_log or FileLock(stage.replica_lock).acquire(
+                elif is_logged or FileLock(stage.replica_lock).acquire(
                     "adopting writer", timeout_seconds=1.0
                 ):
                     stage.remove()

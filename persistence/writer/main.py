@@ -204,7 +204,7 @@ class Writer:
         """Persist images of trainer and replica; the replica consumes the differentials."""
         staging = self._settings.staging
         while True:
-            gone = self._orders.read() and is_free(staging.replica_lock)
+            gone = self._orders.read() and all(map(is_free, staging.state_locks))
             new = newer_images(staging, self._marked)
             for snapshot in new:
                 self._marked = snapshot.step

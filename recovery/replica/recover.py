@@ -28,6 +28,7 @@ from lowdiff.persistence.staging.status import (
     SavedStatus,
     TrainerStatus,
     holds_state,
+    is_log,
     read_status,
 )
 from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
@@ -280,8 +281,8 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
             reach = max([step, *map(int, file.unit_steps)])
             found.append(_Source(stage, step, reach))
     mark = read_status(stage.trainer_status, TrainerStatus).image
-    # One that was taken over serves where what it was taken into does not.
-    if mark is not None and (mark.step > status.image_step or not found):
+    # One that was taken over serves where what it was taken into does not. A log leads further.
+    if not is_log(stage) and mark is not None and (mark.step > status.image_step or not found):
         found += _whole_image(stage, stage.snapshot, mark)
     mark = read_status(stage.survivor_saved, SavedStatus).image
     if mark is not None:
@@ -299,7 +300,7 @@ def _whole_image(stage: StagingFolder, path: Path, mark: ImageMark) -> list[_Sou
 
 
 def _is_at_rest(stage: StagingFolder) -> bool:
-    """Whether that life had a replica, and neither it nor its trainer lives.
+    """Whether it may hold a state, and neither its trainer nor its replica lives.
 
     What only looks at the memory, or ends with its trainer, is waited for: to go back to the disk
     because of it would lose the steps that are here.
@@ -310,11 +311,11 @@ def _is_at_rest(stage: StagingFolder) -> bool:
     if not holds_state(stage):
         return False
     try:
-        trainer, replica = FileLock(stage.trainer_lock), FileLock(stage.replica_lock)
+        trainer, *others = map(FileLock, (stage.trainer_lock, *stage.state_locks))
         is_free = _is_free(trainer, _GLANCE_SECONDS)
         if not is_free and _TRAINER.fullmatch(trainer.holder()):
             return False
-        for lock in (trainer, replica):
+        for lock in (trainer, *others):
             if not _is_free(lock, _PATIENCE_SECONDS):
                 raise RunInUse(stage.root, lock.holder(), _PATIENCE_SECONDS)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A rank of a training with strategy survivors, which may die, or stop, at a given place.
+"""A rank of a training whose state survivors save, which may die, or stop, at a given place.
 
 ``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N]`` and more; ``--after N`` counts from where it
 resumes; with ``--nodes 001`` ranks 0 and 1 are on one node, and rank 2 is on another. It appends a line of
@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 import lowdiff
+from lowdiff import compressors
 from lowdiff.compressors import dense
 from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
@@ -45,12 +46,25 @@ class Fault:
 
     def __init__(self, phase: str, step: int) -> None:
         self.phase, self.step, self.now = phase, step, -1
+        #: Processes that die with this one, as where a node is lost.
+        self.others: list[int] = []
 
     def at(self, phase: str) -> None:
         """The training is at this place."""
         if self.now == self.step and phase == self.phase:
             self.phase = ""
+            for process in self.others:
+                os.kill(process, signal.SIGKILL)
             _die()
+
+
+#: What a Checkpointer is told. A log that is never full makes nothing durable between two snapshots.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "survivors": {"strategy": "survivors", "reproducible": True},
+    "replica": {"strategy": "replica", "reproducible": True},
+    "cast": {"compressor": compressors.Cast(), "batch_size": 64},
+    "topk": {"compressor": compressors.TopK(0.1), "batch_size": 64},
+}
 
 
 class Own:
@@ -113,6 +127,8 @@ def main(*words: str) -> int:
     parser.add_argument(
         "--object", action="store_true", help="attach one that every rank has otherwise"
     )
+    parser.add_argument("--strategy", default="survivors")
+    parser.add_argument("--node-dies", action="store_true", help="with its writer and replica")
     parser.add_argument("--hang-seconds", type=float, default=None)
     parser.add_argument("--snapshot-every", type=int, default=100)
     args = parser.parse_args(words)
@@ -159,8 +175,7 @@ def main(*words: str) -> int:
         vars(survivor_module)["stage_image"] = staging
     checkpointer = lowdiff.Checkpointer(
         args.folder / "run",
-        strategy="survivors",
-        reproducible=True,
+        **STRATEGIES[args.strategy],
         staging=args.folder / (f"node{args.nodes[rank]}" if args.nodes else "") / "staging",
         snapshot_every=args.snapshot_every,
         hang_seconds=args.hang_seconds,
@@ -186,6 +201,10 @@ def main(*words: str) -> int:
                     fault.step = resumed + args.after
                 for step in checkpointer.steps(args.until):
                     fault.now = step
+                    if args.node_dies:
+                        stats = checkpointer.stats()
+                        pids = (stats["writer_pid"], stats.get("replica_pid"))
+                        fault.others = [pid for pid in pids if pid]
                     loss = model(batch(step, rank, 16, 30)).square().mean()
                     optimizer.zero_grad()
                     loss.backward()

@@ -1,4 +1,4 @@
-"""Strategy survivors on several nodes: any rank that lives suffices, whatever became of the other nodes."""
+"""Several nodes: any rank that lives suffices, with every strategy, whatever became of the other nodes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,38 @@ def lost(folder: Path, node: int) -> Callable[[], None]:
         shutil.rmtree(root)
 
     return lose
+
+
+def check_saved_beside(folder: Path, strategy: str, *, victim: int = 1) -> Lives:
+    """A node is lost with all that it staged, and the other's ranks have the whole state of its last step."""
+    words = ["--nodes", "01", "--norm", "layer", "--strategy", strategy]
+    roots = [folder / f"node{node}" / "staging" for node in (0, 1)]
+    faults = {victim: [*dies("backward"), "--node-dies"]}
+    found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(roots[victim]))
+    assert found.resumed == [0, AT], found.output
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["replica", "cast"])
+def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
+    tmp_path: Path, strategy: str
+) -> None:
+    found = check_saved_beside(tmp_path / "lost", strategy)
+    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    check(found, expected, resumed=AT)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_what_a_lost_rank_owed_by_its_error_feedback_is_lost_and_said(tmp_path: Path) -> None:
+    found = check_saved_beside(tmp_path / "lost", "topk", victim=0)
+    for rank in (0, 1):
+        made, resumed = (
+            [s for s in found.lines[rank] if s.get("word") == w] for w in ("made", "resumed")
+        )
+        assert resumed[1]["state"] == next(s["state"] for s in made if s["step"] == AT)
+    assert "is lost with the node that had it, and starts at zero" in found.output
 
 
 def check_resumed(

@@ -1,0 +1,228 @@
+"""What the ranks that live need after a failure: items as of the last two steps, and a look at the rest.
+
+Parameters and optimizer state are in every rank's own memory. What is staged in each step is only what one
+rank alone has (`lowdiff.persistence.staging.items`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from lowdiff.commit.agreement import RankNews
+from lowdiff.core.events import Code
+from lowdiff.errors import StorageError
+from lowdiff.model.items import FrozenSamples
+from lowdiff.model.tracked import Live
+from lowdiff.persistence.files.mapped_file import MappedFile
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.values import encode
+from lowdiff.persistence.staging.items import StagedItems, read_items
+from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
+from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
+from lowdiff.types import Differential
+
+#: An item of more bytes that has not changed for some steps is not written again.
+_LARGE_BYTES, _SETTLED_STEPS = 1 << 16, 3
+#: Parameters of which a few elements are compared.
+_NUM_SAMPLED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The ranks that share this rank's staging root, and all others.
+
+    Attributes:
+        first: Lowest rank of the node: what is saved for ranks on other nodes lies in its staging folder.
+        others: Ranks on other nodes.
+    """
+
+    first: int
+    others: tuple[int, ...]
+
+
+class Standby:
+    """One rank's items in staging, for whoever saves its state after a failure.
+
+    Large because what is staged and what is compared with it are one state.
+
+    Args:
+        folder: The rank's staging folder.
+        live: The training.
+        node: For which ranks on other nodes a share may have to be saved here.
+        image_bytes: Memory to set aside for each share that is saved; 0 to take it when it is needed.
+
+    Attributes:
+        page: What this rank's survivor tells the others.
+        node: As given.
+    """
+
+    page: StatusPage[SurvivorStatus]
+
+    def __init__(self, folder: StagingFolder, live: Live, node: Node, image_bytes: int) -> None:
+        self._folder = folder
+        self._live = live
+        self.node = node
+        self._image_bytes = image_bytes
+        self._sums, self._alike = ItemSums(), 0
+        self._items: StagedItems | None = None
+        #: Items that changed since the incarnation began, as of the last step.
+        self._changed: dict[str, bytes] = {}
+        self._changed_at: dict[str, int] = {}
+        self._ahead_step = self._calls = -1
+        self._samples = FrozenSamples()
+        parameters = live.attached.parameters
+        self._sampled = [p for p in parameters if p.numel()][:: len(parameters) // _NUM_SAMPLED + 1]
+        self._telling = threading.Lock()
+        self._seen = self._look()
+        #: Whether items of the last step found no memory.
+        self._is_failing = False
+        self._set_aside()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed what was staged."""
+        folder = self._folder
+        return self._items is not None and not (
+            folder.items(0).exists() and folder.survivor_status.exists()
+        )
+
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        """Checksums of generators, of buffers and of other items as staged last."""
+        return self._sums.by_kind
+
+    def stage_base(self, record: Differential) -> None:
+        """Stage all items as the incarnation begins with them.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        self._items = None
+        self._note_live()
+        self._put(record)
+
+    def stage(self, record: Differential) -> int:
+        """Stage the items of a step, and go on where they find no memory; returns their bytes.
+
+        Raises:
+            StorageError: If somebody removed what was staged.
+        """
+        self._note_live()
+        if self.page.status.ready_step >= 0:  # a failure that was none
+            self.tell(ready_step=-1)
+        try:
+            return self._put(record)
+        except StorageError as error:
+            if self.is_gone:
+                raise
+            if not self._is_failing:
+                text = f"no state could be saved after a failure now: {error}"
+                Code.ITEMS_NOT_STAGED.warn(text, rank=self._live.rank, step=record.step)
+            self._is_failing = True
+            return 0
+
+    def stage_ahead(self, step: int) -> None:
+        """Stage the items that change as they are now, before an optimizer makes the step."""
+        if self._items is not None:
+            self._calls = self._calls + 1 if step == self._ahead_step else 0
+            self._ahead_step = step
+            with suppress(StorageError):  # that of the step itself, which follows, is said
+                ahead = self._live.tracker.peek(self._changed.keys())
+                self._items.put_ahead(step, ahead, self._calls)
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note which kinds of items all ranks have alike, as they said after the last step."""
+        self._alike = alike_bits([(news.generators, news.buffers, news.objects) for news in heard])
+
+    def items(self, step: int) -> Mapping[str, bytes] | None:
+        """Return all items as of one of the last two steps; None where they are not there any more."""
+        return read_items(self._folder, step)
+
+    def is_as_committed(self) -> bool:
+        """Whether nothing has replaced or written what is saved since the last commit; for any thread.
+
+        Parameters, averages and optimizer state, by their memory and version counters, and some elements of
+        some parameters: averaged weights that are put in through ``.data`` are seen, a write to a part is not.
+        """
+        if self._is_failing or self._look() != self._seen:
+            return False
+        return not self._samples.have_moved([str(id(parameter)) for parameter in self._sampled])
+
+    def tell(self, **changes: object) -> None:
+        """Publish what this rank's survivor knows; for any thread."""
+        with self._telling:
+            self.page.update(**changes)
+
+    def begin_anew(self) -> None:
+        """Go on in a folder that was made anew: the items of the next step are all there are."""
+        self._items = None
+        self._set_aside()
+
+    def _note_live(self) -> None:
+        self._seen = self._look()
+        for parameter in self._sampled:
+            self._samples.note(str(id(parameter)), parameter)
+
+    def _put(self, record: Differential) -> int:
+        if self._items is None or self._is_failing:
+            items = self._all_items()
+            self._items = StagedItems(self._folder, items)
+            self._changed, self._changed_at = {}, {}
+            self._sums.update(items)
+        self._changed.update(record.items)
+        self._changed_at.update(dict.fromkeys(record.items, record.step))
+        self._settle(record.step)
+        self._sums.update(record.items)
+        size = self._items.put(record.step, self._changed, self._alike)
+        self._is_failing = False
+        return size
+
+    def _settle(self, step: int) -> None:
+        """Write a large item that has not changed for some steps with those of the beginning, and then no more."""
+        settled = {
+            name: self._changed[name]
+            for name, at in self._changed_at.items()
+            if at < step - _SETTLED_STEPS and len(self._changed[name]) > _LARGE_BYTES
+        }
+        if settled and self._items is not None:
+            self._items.rebase(settled)
+            for name in settled:
+                del self._changed[name], self._changed_at[name]
+
+    def _set_aside(self) -> None:
+        folder = self._folder
+        if self._image_bytes:
+            MappedFile(folder.survivor_image, self._image_bytes)
+            for rank in self.node.others if self.node.first == self._live.rank else ():
+                MappedFile(folder.guest(rank), self._image_bytes)
+        self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Return the place of every tensor that is saved, and how often it was written."""
+        live = self._live
+        states = (entry for o in live.attached.optimizers for entry in list(o.state.values()))
+        values = (value for entry in states for value in list(entry.values()))
+        averages = (own for own in live.averages.named_tensors().values())
+        tensors = chain(
+            live.attached.parameters,
+            (value for value in values if isinstance(value, torch.Tensor)),
+            chain.from_iterable(own.values() for own in averages),
+        )
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+    def _all_items(self) -> dict[str, bytes]:
+        """Every item as it is now, but frozen parameters that all snapshots share."""
+        live, tracker = self._live, self._live.tracker
+        tensors = {
+            name: encode(tensor.detach().cpu().contiguous(), name=name)
+            for name, tensor in tracker.tensors.items()
+            if not (live.shares_constants and tracker.is_as_started(name))
+        }
+        return {**tracker.committed, **tensors}
