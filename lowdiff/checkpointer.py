@@ -172,8 +172,9 @@ class Checkpointer:
         tuning: What ``"auto"`` goes by: expected failures, and limits.
         imports: Without a compressor: names of the modules that call ``lowdiff.register_optimizer`` for
             the attached optimizers, so that the replica process knows them. With one it has no effect.
-        hang_seconds: With strategy ``"survivors"``: after how long without a step ranks that wait for
-            each other hang; None: after 20 times the median step, and at least 60 s.
+        hang_seconds: With strategy ``"survivors"``, and with ranks on several nodes: after how long
+            without a step ranks that wait for each other hang; None: after 20 times the median step,
+            and at least 60 s.
         on_hang: What happens then, once the state is saved: ``"save"`` waits on, ``"exit"`` ends the
             process with status 1, so that its launcher starts anew.
 
@@ -504,7 +505,7 @@ class Checkpointer:
 
     @contextmanager
     def pause_watch(self) -> Iterator[None]:
-        """Take no time in the body for a hang (``strategy="survivors"``); without effect otherwise.
+        """Take no time in the body for a hang, where `hang_seconds` counts; without effect otherwise.
 
         ::
 

@@ -38,7 +38,7 @@ LOG_OVERHEAD_SHARE = 0.021
 REPLICA_OVERHEAD_SHARE = 0.046
 #: Of a step of the same model: 0.9 of 411 ms of the training thread's processor time (docs/tuning.md).
 SURVIVORS_OVERHEAD_SHARE = 0.002
-#: Failures that leave no rank of a node alive although its memory remains. Never measured.
+#: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
 READ_OVER_COPY = 1.34
@@ -54,8 +54,8 @@ class Assumptions:
             None: as the job's costs say.
         replica_overhead_share: Likewise, with the replica's snapshots, which cost training nothing.
         survivors_overhead_share: Likewise, snapshots not included.
-        all_at_once_share: Share of the failures that leave a node's memory, but none of its ranks alive,
-            so that nobody saves the state.
+        all_at_once_share: Share of the failures that leave all memory, but no rank alive, so that nobody
+            saves the state.
         snapshot_every: Steps between full snapshots of replica and survivors.
         save_seconds: Time of one ``torch.save``; None: rank 0 writes the whole state to its node's disk.
 
@@ -195,6 +195,21 @@ class _Job:
         written = math.ceil(snapshot_write_seconds(self.plain) / self.plain.step_seconds)
         return max(self.assumed.snapshot_every, written)
 
+    @property
+    def save_seconds(self) -> float:
+        """Time in which survivors save the state after a failure."""
+        # One of a node may have to save the shares of all its ranks, and saves those of all other nodes.
+        num_shares = max(self.ranks_per_node, self.plain.world_size - self.ranks_per_node + 1)
+        return self.plain.snapshot_seconds * num_shares
+
+    @property
+    def nobody_share(self) -> float:
+        """Share of failures that leave no rank alive to save the state."""
+        if self.plain.world_size == 1:
+            return 1.0
+        lost = self.node_share if self.num_nodes == 1 else 0.0  # else another node has the state
+        return lost + (1 - self.node_share) * self.assumed.all_at_once_share
+
     def back_to_snapshot_seconds(self, step_seconds: float) -> float:
         """Training time since the newest durable snapshot: half an interval, and what it took to write."""
         return self.snapshot_every / 2 * step_seconds + snapshot_write_seconds(self.plain)
@@ -264,9 +279,12 @@ def _log(job: _Job, setting: Setting) -> Row:
 
 
 def _replica(job: _Job) -> Row:
-    overhead, fallen = job.assumed.replica_overhead_share, job.node_share
+    overhead = job.assumed.replica_overhead_share
     step = (1 + overhead) * job.plain.step_seconds
-    in_memory = job.plain.restart_seconds + job.read_seconds
+    # The replicas of a lost node go with it; what they held, survivors on other nodes save.
+    fallen = job.node_share if job.num_nodes == 1 else 0.0
+    saving = job.node_share * job.save_seconds
+    in_memory = job.plain.restart_seconds + saving + job.read_seconds
     return job.row(
         "replica",
         _snapshots(job),
@@ -282,13 +300,8 @@ def _survivors(job: _Job) -> Row:
     snapshots = plain.snapshot_seconds / (job.snapshot_every * plain.step_seconds)
     overhead = job.assumed.survivors_overhead_share + snapshots
     step = (1 + overhead) * plain.step_seconds
-    # Ranks save the shares of their own node alone, and a single rank has nobody who could.
-    fallen = job.node_share + (1 - job.node_share) * job.assumed.all_at_once_share
-    if plain.world_size == 1:
-        fallen = 1.0
-    # One survivor of a node may have to save the shares of all its ranks.
-    saving = plain.snapshot_seconds * job.ranks_per_node
-    in_memory = plain.restart_seconds + saving + job.read_seconds
+    fallen = job.nobody_share
+    in_memory = plain.restart_seconds + job.save_seconds + job.read_seconds
     saves_per_day = (1 - fallen) * _DAY_SECONDS / job.rates.total.mtbf_seconds
     return job.row(
         "survivors",

@@ -70,8 +70,8 @@ AllAtOnce = Annotated[
         min=0,
         max=1,
         metavar="P",
-        help="Share of the other failures that leave no rank of a node alive, so that strategy survivors "
-        "goes back to a snapshot; the default is assumed.",
+        help="Share of the other failures that leave no rank alive, so that strategy survivors goes "
+        "back to a snapshot; the default is assumed.",
     ),
 ]
 SnapshotEvery = Annotated[

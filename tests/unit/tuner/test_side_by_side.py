@@ -36,8 +36,10 @@ JOB = planned(
 SETTING = Setting(50, 1)
 
 
-def rows(rates: FailureRates, costs: Costs = JOB, **assumed: Any) -> dict[str, Row]:
-    found = side_by_side(costs, rates, SETTING, Assumptions(**assumed), num_nodes=2)
+def rows(
+    rates: FailureRates, costs: Costs = JOB, num_nodes: int = 2, **assumed: Any
+) -> dict[str, Row]:
+    found = side_by_side(costs, rates, SETTING, Assumptions(**assumed), num_nodes=num_nodes)
     return {row.name: row for row in found.rows}
 
 
@@ -64,13 +66,22 @@ def test_a_crash_of_processes_takes_half_a_step() -> None:
 
 def test_where_nobody_is_left_survivors_lose_half_an_interval() -> None:
     writing = 12e9 / 2 / 1e9
-    for found in (rows(PROCESSES, all_at_once_share=1.0), rows(NODES)):
+    for found in (rows(PROCESSES, all_at_once_share=1.0), rows(NODES, num_nodes=1)):
         row = found["survivors"]
         assert row.lost_seconds == pytest.approx(50 * 10 + writing, rel=0.01)
         assert row.restart_seconds == 300 + 12
     fewer = rows(PROCESSES, all_at_once_share=0.25)["survivors"]
     assert fewer.lost_seconds == pytest.approx(0.75 * 5 + 0.25 * (500 + writing), rel=0.01)
-    assert rows(NODES)["replica"].lost_seconds == pytest.approx(500 + writing, rel=0.06)
+    alone = rows(NODES, num_nodes=1)["replica"]
+    assert alone.lost_seconds == pytest.approx(500 + writing, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["replica", "survivors"])
+def test_where_a_node_is_lost_the_others_have_the_state(name: str) -> None:
+    row = rows(NODES)[name]
+    assert row.lost_seconds == pytest.approx(5.0, rel=0.06)
+    # A survivor saves its own share and the eight of the other node: 12 GB of 16 ranks at 10 GB/s.
+    assert row.restart_seconds == pytest.approx(300 + 9 / 16 * 1.2 + table.READ_OVER_COPY * 1.2)
 
 
 def test_a_single_rank_has_no_survivor() -> None:
