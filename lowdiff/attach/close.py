@@ -120,11 +120,11 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
     why = why or any_rank(_failure_of_snapshot(opened))
     if why:
-        where = f"last commit, with the help of {opened.staging.folder.root}"
-        if opened.survivor is not None and opened.survivor.save(why) is None:
-            where = "last full snapshot"
+        if opened.survivor is not None:
+            opened.survivor.save(why)
         Code.NO_LAST_SNAPSHOT.warn(
-            f"no last snapshot is taken: {why}; the next attach resumes from the {where}"
+            f"no last snapshot is taken: {why}; the next attach resumes with the help of what "
+            f"{opened.staging.folder.root} holds"
         )
     return not why
 

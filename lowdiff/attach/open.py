@@ -30,7 +30,7 @@ from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
 from lowdiff.commit.snapshot_queue import SnapshotQueue
 from lowdiff.commit.staging import Staging, constant_images
-from lowdiff.commit.standby import Standby
+from lowdiff.commit.standby import Node, Standby
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
@@ -42,11 +42,17 @@ from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.tracked import Given, Live, watch
+from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.persistence.run.fences import new_life, refuse_strange_entries, write_fence
+from lowdiff.persistence.run.fences import (
+    new_life,
+    refuse_strange_entries,
+    write_fence,
+    write_missing_fences,
+)
 from lowdiff.persistence.run.frozen_parameters import write_constants
 from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.log import StagingLog
@@ -220,7 +226,7 @@ def open_session(
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
                 past.facts.update(clock.facts(state))
-            fence = _fenced(settings, given, catalog, ranks, start)
+            fence = _fenced(settings, given, catalog, ranks, start, memory.node)
         opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left, waiting)
         undo.pop_all()
     return opened
@@ -241,7 +247,12 @@ def _refuse_registered(settings: Settings, attached: Attached, world_size: int) 
 
 
 def _fenced(
-    settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
+    settings: Settings,
+    given: Given,
+    catalog: Catalog,
+    ranks: Ranks,
+    start: Start,
+    node: Node,
 ) -> Fence:
     """The new incarnation; on return every rank's fence is durable."""
     own_names = [sorted(given.stateful), sorted(given.averages)]
@@ -282,6 +293,12 @@ def _fenced(
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)
         write_policy(settings.folder, catalog.run_id, settings.retention)
+    if node.others:
+        places = ranks.gather(fence.staging)
+        with ranks.together():
+            elsewhere = node.others if node.first == ranks.rank else ()
+            others = (replace(fence, rank=rank, staging=places[rank]) for rank in elsewhere)
+            write_missing_fences(settings.folder, others)
     return fence
 
 
@@ -352,6 +369,10 @@ def _begin(
             undo.callback(session.detach)
             survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
+            if memory.node.others:
+                ranks.gather(None)  # from here on no rank can fail to begin
+                if memory.node.first == ranks.rank:
+                    write_file(settings.folder.begun(fence.incarnation), b"")
             meter.note(past.attached())
         session.start()
         if ranks.rank == 0:

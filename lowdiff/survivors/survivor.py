@@ -366,7 +366,9 @@ class Survivor:
     def _refuse(self, why: str) -> None:
         if why != self._refused:
             self._refused = why
-            text = f"the state is not saved after the failure: {why}; what is staged or durable counts"
+            text = (
+                f"the state is not saved after the failure: {why}; what is staged or durable counts"
+            )
             Code.NOT_SAVED_AFTER_FAILURE.warn(text, rank=self._live.rank)
 
 

@@ -4,6 +4,7 @@
 
     RUN/run.json                                         identity of the run
     RUN/incarnations/i000002/rank-0000.json              fences
+    RUN/incarnations/i000002/begun                       on several nodes: all ranks outlived their attach
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
     RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
@@ -177,6 +178,10 @@ class RunFolder:
     def fence(self, incarnation: int, rank: int) -> Path:
         """Return the path of one rank's fence."""
         return self.root / "incarnations" / f"i{incarnation:06d}" / f"rank-{rank:04d}.json"
+
+    def begun(self, incarnation: int) -> Path:
+        """Return the path of the file that says that an incarnation has begun on all its ranks."""
+        return self.root / "incarnations" / f"i{incarnation:06d}" / "begun"
 
     def fences(self) -> Iterator[tuple[int, int, Path]]:
         """Yield ``(incarnation, rank, path)`` of every fence."""

@@ -189,9 +189,11 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
 
     An incarnation without a parent returns from attach only once its first snapshot is durable. If
     it died before, the run's earlier history is still valid. Damaged manifests count, because they
-    must be reported, not passed over.
+    must be reported, not passed over. Those of a node's own disk may be lost with it: then a file says it.
     """
-    return fence.parent is not None or any(
+    if fence.parent is not None or folder.begun(fence.incarnation).is_file():
+        return True
+    return any(
         number == fence.incarnation
         and all(manifest_file(path, rank).is_file() for rank in range(fence.world_size))
         for number, _, path in folder.snapshots()

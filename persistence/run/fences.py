@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,6 +198,13 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
         write_json(path, asdict(fence), exclusive=True)
     except FileExistsError as error:
         raise RunInUse(folder.root, "a trainer that attached at the same time", 0.0) from error
+
+
+def write_missing_fences(folder: RunFolder, fences: Iterable[Fence]) -> None:
+    """Write the fences of other ranks that this folder lacks: their disk may be lost with their node."""
+    for fence in fences:
+        if not folder.fence(fence.incarnation, fence.rank).exists():
+            write_fence(folder, fence)
 
 
 def read_fence(path: Path) -> Fence:

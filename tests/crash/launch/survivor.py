@@ -128,6 +128,7 @@ def main(*words: str) -> int:
         "--object", action="store_true", help="attach one that every rank has otherwise"
     )
     parser.add_argument("--strategy", default="survivors")
+    parser.add_argument("--own-disks", action="store_true", help="a run folder for each node")
     parser.add_argument("--node-dies", action="store_true", help="with its writer and replica")
     parser.add_argument("--hang-seconds", type=float, default=None)
     parser.add_argument("--snapshot-every", type=int, default=100)
@@ -173,10 +174,11 @@ def main(*words: str) -> int:
             return found
 
         vars(survivor_module)["stage_image"] = staging
+    node = args.folder / (f"node{args.nodes[rank]}" if args.nodes else "")
     checkpointer = lowdiff.Checkpointer(
-        args.folder / "run",
+        (node if args.own_disks else args.folder) / "run",
         **STRATEGIES[args.strategy],
-        staging=args.folder / (f"node{args.nodes[rank]}" if args.nodes else "") / "staging",
+        staging=node / "staging",
         snapshot_every=args.snapshot_every,
         hang_seconds=args.hang_seconds,
         on_hang="exit",

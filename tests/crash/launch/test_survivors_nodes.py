@@ -29,12 +29,12 @@ def lost(folder: Path, node: int) -> Callable[[], None]:
     return lose
 
 
-def check_saved_beside(folder: Path, strategy: str, *, victim: int = 1) -> Lives:
-    """A node is lost with all that it staged, and the other's ranks have the whole state of its last step."""
-    words = ["--nodes", "01", "--norm", "layer", "--strategy", strategy]
-    roots = [folder / f"node{node}" / "staging" for node in (0, 1)]
+def check_saved_beside(folder: Path, strategy: str, *options: object, victim: int = 1) -> Lives:
+    """A node is lost with all that it had, and the other's ranks have the whole state of its last step."""
+    words = ["--nodes", "01", "--norm", "layer", "--strategy", strategy, *options]
     faults = {victim: [*dies("backward"), "--node-dies"]}
-    found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(roots[victim]))
+    lost = folder / f"node{victim}"
+    found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(lost))
     assert found.resumed == [0, AT], found.output
     return found
 
@@ -45,6 +45,16 @@ def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
     tmp_path: Path, strategy: str
 ) -> None:
     found = check_saved_beside(tmp_path / "lost", strategy)
+    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    check(found, expected, resumed=AT)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("strategy", ["survivors", "replica", "cast"])
+def test_a_disk_may_be_lost_with_its_node(tmp_path: Path, strategy: str, victim: int) -> None:
+    found = check_saved_beside(tmp_path / "lost", strategy, "--own-disks", victim=victim)
     expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
     check(found, expected, resumed=AT)
 
