@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +26,12 @@ class Averaged(Dense):
     name: ClassVar[str] = "averaged"
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> DenseReducer:
         """Make the reducer of one run; its payloads are empty."""
-        return DenseReducer(self, layout, group, kept=())
+        world_size = 1 if group is None else group.size()
+        return DenseReducer(self, group, peers, shares=[()] * world_size)

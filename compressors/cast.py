@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
-from lowdiff.compressors.lane import share, shares_in
+from lowdiff.compressors.lane import shares_in
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
 from lowdiff.compressors.settings import Settings, half_width, refuse_other_half
@@ -58,10 +58,14 @@ class Cast(Settings):
         return Layout(())
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> CastReducer:
         """Make the reducer of one run."""
-        return CastReducer(self, layout, residual, group)
+        return CastReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that widens each rank's range of the half-width average."""
@@ -84,7 +88,7 @@ class Cast(Settings):
 
 
 class CastReducer(RepresentedReducer[torch.Tensor]):
-    """Cast bound to one run; holds this rank's range of the average in half width."""
+    """Cast bound to one run; holds its and its peers' ranges of the average in half width."""
 
     compressor: Cast
 
@@ -98,13 +102,13 @@ class CastReducer(RepresentedReducer[torch.Tensor]):
         self.lane.mean_of(halves)
         for i, gradient in gradients.items():
             gradient.copy_(halves[i])
-            mine = slice(*share(gradient.numel(), self.lane.rank, self.lane.world_size))
-            self.held[i] = halves[i][mine].clone()
+            for stored in self.stored:
+                stored.held[i] = halves[i][stored.consumed.share(i)].clone()
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+    def rebuilt(self, parameter: int, held: torch.Tensor, share: slice) -> torch.Tensor:
         """See ``RepresentedReducer``."""
-        return self.held[parameter].to(torch_dtype(self.layout.parameters[parameter].dtype))
+        return held.to(torch_dtype(self.layout.parameters[parameter].dtype))
 
-    def sections(self, kept: Mapping[int, torch.Tensor]) -> list[Section]:
+    def sections(self, kept: Mapping[int, torch.Tensor], rank: int) -> list[Section]:
         """See ``RepresentedReducer``."""
         return pieces("cast", self.layout, kept)

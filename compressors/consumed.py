@@ -39,7 +39,9 @@ _SAMPLED = 64
 class Consumed:
     """One rank's changes between the hook's results and what the optimizers of one step consumed."""
 
-    def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, world_size: int, warning: ChangeWarning | None = None
+    ) -> None:
         self._layout = layout
         self._rank, self._world_size = rank, world_size
         self._factors: dict[int, Factors] = {}
@@ -48,7 +50,7 @@ class Consumed:
         self._seals: dict[int, _Seal] = {}
         #: Parameters that were changed in the last step. A seal would be useless for them.
         self._changed: set[int] = set()
-        self._warned = ChangeWarning(layout)
+        self._warning = ChangeWarning(layout) if warning is None else warning
 
     def begin(self) -> None:
         """Forget the last step."""
@@ -129,7 +131,7 @@ class Consumed:
         tries = [last, factors, *(factors[:n] for n in range(1, len(factors)))]
         found = find_factors(rebuild(), mine, [f for f in dict.fromkeys(tries) if f])
         if found is None:
-            self._warned.say([parameter])
+            self._warning.say([parameter])
         return found
 
     def sections(self) -> list[Section]:

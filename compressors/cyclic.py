@@ -41,10 +41,14 @@ class CyclicTopK(SparseSettings):
     name: ClassVar[str] = "cyclic_topk"
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> CyclicTopKReducer:
         """Make the reducer of one run."""
-        return CyclicTopKReducer(self, layout, residual, group)
+        return CyclicTopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that assigns each rank's share of the entries."""

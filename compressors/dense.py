@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed, reproducible_mean
+from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.settings import Settings
 from lowdiff.core.layout import bits, shares_of
 from lowdiff.errors import ReplayMismatch
@@ -46,12 +47,15 @@ class Dense(Settings):
         return replace(layout, parameters=())
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> DenseReducer:
         """Make the reducer of one run; there is no residual."""
-        rank = 0 if group is None else dist.get_rank(group)
         world_size = 1 if group is None else group.size()
-        return DenseReducer(self, layout, group, kept=shares_of(layout, world_size)[rank])
+        return DenseReducer(self, group, peers, shares=shares_of(layout, world_size))
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that copies a block from the payload of the rank that logged its parameter.
@@ -108,24 +112,31 @@ def mean(
 
 
 class DenseReducer:
-    """Dense bound to one run; passes on the gradients of the parameters in ``kept``."""
+    """Dense bound to one run; passes on the gradients of this rank's and its peers' parameters.
+
+    Args:
+        compressor: Its settings.
+        group: Process group of the ranks; None for one process.
+        peers: Ranks whose payloads it makes as well.
+        shares: For each rank, the layout indices of the parameters whose gradients it stores.
+    """
 
     def __init__(
         self,
         compressor: Dense,
-        layout: Layout,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int],
         *,
-        kept: Sequence[int],
+        shares: Sequence[Sequence[int]],
     ) -> None:
         self._reproducible = compressor.reproducible
         self._group = group
-        self._kept = kept
-        self._consumed: dict[int, torch.Tensor] = {}
+        self._stored = OfRanks(group, peers, lambda rank, _: _Stored(shares[rank]))
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""
-        self._consumed.clear()
+        for stored in self._stored:
+            stored.gradients.clear()
 
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
@@ -139,25 +150,35 @@ class DenseReducer:
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
     ) -> None:
-        """Take this rank's share, already unscaled and clipped; see ``Reducer.consume``.
+        """Take the ranks' shares, already unscaled and clipped; see ``Reducer.consume``.
 
         Nothing is copied: use ``payload`` before the caller of the optimizer may change the
         gradients.
         """
-        for i in self._kept:
-            gradient = gradients[i]
-            if gradient is not None:
-                self._consumed[i] = gradient.detach()
+        for stored in self._stored:
+            for i in stored.share:
+                gradient = gradients[i]
+                if gradient is not None:
+                    stored.gradients[i] = gradient.detach()
 
-    def payload(self) -> Payload:
+    def payload(self, of: int | None = None) -> Payload:
         """Return one section per gradient, named by its parameter's index; see ``Reducer.payload``.
 
-        On the CPU, sections share the memory of the gradients. A second call returns no section
-        twice.
+        On the CPU, sections share the memory of the gradients. A second call for the same rank
+        returns no section twice.
         """
-        consumed, self._consumed = self._consumed, {}
+        stored = self._stored.of(of)
+        consumed, stored.gradients = stored.gradients, {}
         return Payload(
             tuple(
                 Section(str(i), "planes", bits(gradient.cpu())) for i, gradient in consumed.items()
             )
         )
+
+
+class _Stored:
+    """What one rank stores of a step: gradients of the parameters in its share, by layout index."""
+
+    def __init__(self, share: Sequence[int]) -> None:
+        self.share = share
+        self.gradients: dict[int, torch.Tensor] = {}

@@ -90,10 +90,14 @@ class PowerSGD(Settings):
         return found
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> PowerSGDReducer:
         """Make the reducer of one run."""
-        return PowerSGDReducer(self, layout, residual, group)
+        return PowerSGDReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that joins the ranks' shares of P and Q and adds up the terms."""
@@ -132,8 +136,9 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         layout: Layout,
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> None:
-        super().__init__(compressor, layout, residual, group)
+        super().__init__(compressor, layout, residual, group, peers)
         worth = compressor.factorized(layout)
         self._q_of = {i: len(layout.parameters) + k for k, i in enumerate(worth)}
 
@@ -169,7 +174,9 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         qs = {i: ps[i] @ sent[i] for i in gradients}
         self.lane.mean_of(qs)
         for i, gradient in gradients.items():
-            self.held[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
+            factors = torch.cat([ps[i].flatten(), qs[i].flatten()])
+            for stored in self.stored:
+                stored.held[i] = factors  # the same on all ranks, of which each stores a share
             low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
             self.feedback.sent(i, gradient)
             self._keep_start(i, qs[i])
@@ -190,18 +197,18 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         target.copy_(torch.where(q.any(1, keepdim=True), q, last))
         self.residual.written(self._q_of[parameter], of=parameter)
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+    def rebuilt(self, parameter: int, held: torch.Tensor, share: slice) -> torch.Tensor:
         """See ``RepresentedReducer``."""
-        spec, held = self.layout.parameters[parameter], self.held[parameter]
+        spec = self.layout.parameters[parameter]
         numel, dtype = share.stop - share.start, torch_dtype(spec.dtype)
         out = torch.zeros(numel, dtype=dtype, device=held.device)
         factors = split_factors(held, spec, self.compressor.matrix_rank)
         low_rank(factors, share.start, share.stop, out)
         return out
 
-    def sections(self, kept: Mapping[int, torch.Tensor]) -> list[Section]:
-        """Return this rank's share of P and Q; see ``RepresentedReducer``."""
-        rank, world_size = self.lane.rank, self.lane.world_size
+    def sections(self, kept: Mapping[int, torch.Tensor], rank: int) -> list[Section]:
+        """Return a rank's share of P and Q; see ``RepresentedReducer``."""
+        world_size = self.lane.world_size
         mine = {i: own[slice(*share(own.numel(), rank, world_size))] for i, own in kept.items()}
         return pieces("low_rank", self.layout, mine)
 

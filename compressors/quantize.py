@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
 from lowdiff.compressors.feedback import is_used
-from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.compressors.settings import Settings, checked_seed
@@ -31,6 +30,8 @@ _PIECE = 1 << 17
 
 #: Codes, int8 ``[blocks, 256]``, and scales, float32 ``[blocks]``, of one rank and parameter.
 Codes = tuple[torch.Tensor, torch.Tensor]
+#: Codes and scales of one rank and parameter, and the rank's range of the average.
+_Held = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,14 @@ class Quantize(Settings):
         return int((1 << (self.bits - 1)) - 1)
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> QuantizeReducer:
         """Make the reducer of one run."""
-        return QuantizeReducer(self, layout, residual, group)
+        return QuantizeReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that averages the ranks' values in rank order, as the hook did."""
@@ -98,8 +103,8 @@ class Quantize(Settings):
         return corrected(payloads, layout, rebuild)
 
 
-class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
-    """Quantize bound to one run; holds this rank's codes and scales, and its range of the average."""
+class QuantizeReducer(RepresentedReducer[_Held]):
+    """Quantize bound to one run; holds codes, scales and ranges of the average, its and its peers'."""
 
     compressor: Quantize
 
@@ -131,8 +136,12 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
             for piece in _pieces(gradient.numel()):
                 mean = _mean([_cut(codes, piece) for codes in of_rank], levels, len(of_rank))
                 gradient[piece].copy_(mean[: _length(gradient, piece)])
-            mine = slice(*share(gradient.numel(), self.lane.rank, self.lane.world_size))
-            self.held[i] = (*own[i], gradient[mine].clone())
+            for stored in self.stored:
+                if stored is self.stored.own:
+                    steps, scales = own[i]
+                else:  # a copy, because a view would hold on to what all ranks sent
+                    steps, scales = of_rank[stored.rank][0].clone(), of_rank[stored.rank][1]
+                stored.held[i] = steps, scales, gradient[stored.consumed.share(i)].clone()
             start = stop
 
     def _quantized(self, parameter: int, total: torch.Tensor, *, is_sent: bool) -> Codes:
@@ -176,13 +185,11 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
         seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
         return torch.Generator(device).manual_seed(seed)
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+    def rebuilt(self, parameter: int, held: _Held, share: slice) -> torch.Tensor:
         """See ``RepresentedReducer``."""
-        return self.held[parameter][2]
+        return held[2]
 
-    def sections(
-        self, kept: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    ) -> list[Section]:
+    def sections(self, kept: Mapping[int, _Held], rank: int) -> list[Section]:
         """See ``RepresentedReducer``."""
         if not kept:
             return []

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.entries import StoredEntries
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import pieces, shared_parts
 from lowdiff.compressors.settings import SparseSettings, checked_seed
@@ -51,10 +52,14 @@ class RandomK(SparseSettings):
         checked_seed(self.seed, 63)
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> RandomKReducer:
         """Make the reducer of one run."""
-        return RandomKReducer(self, layout, residual, group)
+        return RandomKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that draws the positions again and assigns the ranks' stored values."""
@@ -101,20 +106,14 @@ class RandomKReducer(SharedReducer):
             chosen[i] = torch.from_numpy(drawn).to(total.device)
         return chosen
 
-    def payload(self) -> Payload:
-        """Return values, without the positions that were drawn; see ``Reducer.payload``."""
-        self.headers.confirm()
-        drawn = {
-            i: values
-            for i, (own, values) in self.consumed.items()
-            if i in self.selected and own is self.selected[i]
-        }
-        others = {i: entries for i, entries in self.consumed.items() if i not in drawn}
-        sections = self.indexed("", others)
+    def sections(self, stored: StoredEntries) -> list[Section]:
+        """Return values, without the positions that were drawn; see ``SparseReducer.sections``."""
+        drawn = stored.as_selected()
+        sections = stored.sections(besides=drawn)
         if drawn:
             step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
             sections += [step, *pieces("drawn", self.layout, drawn)]
-        return Payload((*sections, *self.foreign_sections()))
+        return sections
 
 
 def positions(

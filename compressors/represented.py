@@ -10,11 +10,12 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.changes import Factors
+from lowdiff.compressors.changes import ChangeWarning, Factors
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback
 from lowdiff.compressors.lane import Lane
+from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.settings import Settings
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, Payload, Section
@@ -23,8 +24,37 @@ from lowdiff.types import Layout, Payload, Section
 Held = TypeVar("Held")
 
 
+class Represented(Generic[Held]):
+    """What one rank stores of a step: this one, or a peer whose payload it makes as well.
+
+    Attributes:
+        rank: Whose it is.
+        held: Layout index -> representation of the last exchange. A parameter that was exchanged as
+            it is, or not at all, has none.
+        kept: Layout index -> representation that an optimizer consumed. A further backward pass does
+            not replace it.
+        consumed: What was changed since the exchange, in the rank's ranges.
+    """
+
+    def __init__(self, layout: Layout, warning: ChangeWarning, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.held: dict[int, Held] = {}
+        self.kept: dict[int, Held] = {}
+        self.consumed = Consumed(layout, rank, world_size, warning)
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self.consumed.begin()
+        self.held.clear()
+        self.kept.clear()
+
+
 class RepresentedReducer(ABC, Generic[Held]):
-    """Reducer of one run that holds one step's representations; see ``Reducer``."""
+    """Reducer of one run that holds one step's representations; see ``Reducer``.
+
+    Attributes:
+        stored: What this rank and its peers store of the step; ``average`` fills their ``held``.
+    """
 
     def __init__(
         self,
@@ -32,19 +62,15 @@ class RepresentedReducer(ABC, Generic[Held]):
         layout: Layout,
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> None:
         self.compressor = compressor
         self.layout = layout
         self.residual = residual
         self.feedback = ErrorFeedback(residual)
         self.lane = Lane(group)
-        #: Layout index -> representation of the last exchange. A parameter that was exchanged as it
-        #: is, or not at all, has none.
-        self.held: dict[int, Held] = {}
-        #: Layout index -> representation that an optimizer consumed. A further backward pass does
-        #: not replace it.
-        self._kept: dict[int, Held] = {}
-        self._consumed = Consumed(layout, self.lane.rank, self.lane.world_size)
+        make = partial(Represented[Held], layout, ChangeWarning(layout))
+        self.stored = OfRanks(group, peers, make)
         self._headers = Headers()
         self._stamp = 0
 
@@ -57,12 +83,12 @@ class RepresentedReducer(ABC, Generic[Held]):
         """Overwrite flat gradients, by layout index, with the average that the optimizer shall see."""
 
     @abstractmethod
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        """Return a range of the average that ``average`` wrote, rebuilt from the representation."""
+    def rebuilt(self, parameter: int, held: Held, share: slice) -> torch.Tensor:
+        """Return a rank's range of the average that ``average`` wrote, from its representation."""
 
     @abstractmethod
-    def sections(self, kept: Mapping[int, Held]) -> list[Section]:
-        """Return this rank's part of the payload for these parameters, in ascending order."""
+    def sections(self, kept: Mapping[int, Held], rank: int) -> list[Section]:
+        """Return a rank's part of the payload for these parameters, in ascending order."""
 
     @property
     def step(self) -> int:
@@ -73,9 +99,8 @@ class RepresentedReducer(ABC, Generic[Held]):
         """See ``Reducer.begin``."""
         self._stamp = stamp
         self._headers.begin()
-        self._consumed.begin()
-        self.held.clear()
-        self._kept.clear()
+        for stored in self.stored:
+            stored.begin()
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -88,34 +113,39 @@ class RepresentedReducer(ABC, Generic[Held]):
             self.lane.greet(self._stamp, sizes, self._headers, buffer.device)
             # The exchange replaces the representations and may fail midway, so discard the seals
             # first.
-            self._consumed.unseal(bucket)
-            for i in bucket:
-                self.held.pop(i, None)
+            for stored in self.stored:
+                stored.consumed.unseal(bucket)
+                for i in bucket:
+                    stored.held.pop(i, None)
             self.average(bucket)
-            for i, gradient in bucket.items():
-                if i in self.held:
-                    self._consumed.seal(i, gradient)
+            for stored in self.stored:
+                for i, gradient in bucket.items():
+                    if i in stored.held:
+                        stored.consumed.seal(i, gradient)
             return buffer
 
         return self.lane.submit(work, buffer.device)
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``."""
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            rebuild = None
-            if i in self.held:
-                rebuild = partial(self.rebuilt, i, self._consumed.share(i))
-                self._kept[i] = self.held[i]
-            self._consumed.take(i, rebuild, gradient, factors)
+        for stored in self.stored:
+            for i, gradient in enumerate(gradients):
+                if gradient is None:
+                    continue
+                rebuild = None
+                if i in stored.held:
+                    share = stored.consumed.share(i)
+                    rebuild = partial(self.rebuilt, i, stored.held[i], share)
+                    stored.kept[i] = stored.held[i]
+                stored.consumed.take(i, rebuild, gradient, factors)
 
     def close(self) -> None:
         """See ``Reducer.close``."""
         self.lane.close()
 
-    def payload(self) -> Payload:
+    def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
         self._headers.confirm()
-        own = self.sections({i: self._kept[i] for i in self._consumed.parameters})
-        return Payload((*own, *self._consumed.sections()))
+        stored = self.stored.of(of)
+        kept = {i: stored.kept[i] for i in stored.consumed.parameters}
+        return Payload((*self.sections(kept, stored.rank), *stored.consumed.sections()))

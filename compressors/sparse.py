@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,24 +18,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.changes import (
-    ChangeWarning,
-    Factors,
-    find_factors,
-    has_foreign_entries,
-    multiply,
-)
+from lowdiff.compressors.changes import ChangeWarning, Factors, multiply
+from lowdiff.compressors.entries import StoredEntries
 from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
-from lowdiff.compressors.lane import Lane, share, shares_in
-from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces, shared_parts
+from lowdiff.compressors.lane import Lane, shares_in
+from lowdiff.compressors.of_ranks import OfRanks
+from lowdiff.compressors.sections import factors_of, floats, shared_parts
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
-#: Positions inside a parameter that this rank stores, and the values at these positions.
-Entries = tuple[torch.Tensor, torch.Tensor]
 _Keys: TypeAlias = "npt.NDArray[np.signedinteger[Any]]"
 #: Number of elements below which one exact partition is cheaper than sampling first.
 _SAMPLE_FROM = 1 << 15
@@ -44,10 +39,11 @@ _SAMPLES = 1 << 15
 class SparseReducer:
     """Reducer without the parts that select and exchange entries; subclasses add those.
 
-    Their ``reduce`` calls `remember_selected` for every parameter, and `remember_exchanged` for one that
-    was not exchanged whole.
+    Their ``reduce`` calls `StoredEntries.select` for every parameter, and `remember_exchanged` for one
+    that was not exchanged whole.
 
-    Large because one step's selection, exchange and consumption must be forgotten together.
+    Attributes:
+        stored: What this rank and its peers store of the step.
     """
 
     def __init__(
@@ -56,6 +52,7 @@ class SparseReducer:
         layout: Layout,
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
         value_dtype: torch.dtype | None = None,
     ) -> None:
         self.compressor = compressor
@@ -66,36 +63,19 @@ class SparseReducer:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else group.size()
         self.value_dtype = value_dtype
-        #: Layout index -> positions that this rank stores. A whole parameter is divided into
-        #: shares.
-        self.selected: dict[int, torch.Tensor] = {}
-        #: `selected` as it was in earlier backward passes of this step.
-        self._earlier: dict[int, torch.Tensor] = {}
+        self.stored = OfRanks(group, peers, partial(StoredEntries, layout))
         #: Layout index -> one entry per backward pass: the positions that the ranks exchanged
         #: (ascending per rank), and the position of the parameter's first element among them.
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
-        self.consumed: dict[int, Entries] = {}
-        #: Layout index -> this rank's range of a gradient that has entries no rank exchanged.
-        self._foreign: dict[int, torch.Tensor] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
         self.stamp = self.step = 0
-        self._narrow: dict[int, torch.Tensor] = {}
-        #: Layout index -> entries consumed as narrow values, and the factors that give the final
-        #: ones.
-        self._consumed_narrow: dict[int, Entries] = {}
-        self._factors: dict[int, Factors] = {}
 
     def begin(self, stamp: int) -> None:
         """Forget the last step's selection; see ``Reducer.begin``."""
-        self.selected.clear()
-        self._earlier.clear()
+        for stored in self.stored:
+            stored.begin()
         self._exchanged.clear()
-        self.consumed.clear()
-        self._foreign.clear()
-        self._narrow.clear()
-        self._consumed_narrow.clear()
-        self._factors.clear()
         self.headers.begin()
         self.stamp, self.step = stamp, step_of(stamp)
 
@@ -112,18 +92,8 @@ class SparseReducer:
             if self.value_dtype is not None and self.value_dtype != gradient.dtype:
                 rounded = gradient.to(self.value_dtype)
                 gradient.copy_(rounded)
-                self._narrow[i] = rounded[self._positions(i, gradient.numel())].clone()
-
-    def remember_selected(self, parameter: int, positions: torch.Tensor) -> None:
-        """Store these positions of a parameter, plus earlier passes' positions that are still in use.
-
-        DDP keeps the previous pass's gradient if no rank used the parameter in the last pass.
-        """
-        earlier = self.selected.get(parameter)
-        if earlier is not None:
-            known = self._earlier.get(parameter)
-            self._earlier[parameter] = earlier if known is None else torch.cat([known, earlier])
-        self.selected[parameter] = positions
+                for stored in self.stored:
+                    stored.round(i, rounded)
 
     def remember_exchanged(self, parameter: int, seen: list[torch.Tensor], offset: int = 0) -> None:
         """Remember that entries of a parameter were exchanged.
@@ -156,108 +126,23 @@ class SparseReducer:
 
         A tensor that was exchanged whole is divided over the ranks.
         """
-        fresh = {i: self._own(i, g) for i, g in enumerate(gradients) if g is not None}
-        strange: set[int] = set()
-        if fresh and not _all_finite(fresh.values()):
-            # Clipping by a NaN norm turns every entry NaN, including entries that no rank selected.
-            for i, (_, values) in fresh.items():
-                whole = gradients[i]
-                if whole is not None and not bool(values.isfinite().all()):
-                    fresh[i] = (torch.arange(whole.numel(), device=whole.device), whole.clone())
-                    strange.add(i)
-        for i, (own, values) in fresh.items():
-            narrow = self._narrow.get(i)
-            if narrow is not None and narrow.numel() == values.numel():
-                self._keep_narrow(i, (own, narrow), values, factors)
-        self.consumed |= fresh
-        # Without DDP, nothing can change a gradient between the exchange and this call.
-        if self.group is not None:
-            self._keep_foreign(
-                {i: g for i in fresh if i not in strange and (g := gradients[i]) is not None}
-            )
+        for stored in self.stored:
+            whole = stored.consume(gradients, factors)
+            # Without DDP, nothing can change a gradient between the exchange and this call.
+            if self.group is not None:
+                others = {i: g for i, g in enumerate(gradients) if g is not None and i not in whole}
+                stored.keep_foreign(others, self.exchanged)
+                self._warning.say(list(stored.foreign))
 
-    def _keep_foreign(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Store this rank's range of every gradient that has entries no rank exchanged.
-
-        Gradients on an accelerator are not examined: reading them would stop the host.
-        """
-        for i, gradient in gradients.items():
-            self._foreign.pop(i, None)  # a step may be tried again behind one that was broken off
-            mine = slice(*share(gradient.numel(), self.rank, self.world_size))
-            exchanged = self.exchanged(i, mine)
-            if exchanged is None or not gradient.is_cpu:
-                continue
-            if has_foreign_entries(gradient[mine], exchanged):
-                self._foreign[i] = gradient[mine].clone()
-        self._warning.say(list(self._foreign))
-
-    def _keep_narrow(
-        self, parameter: int, narrow: Entries, values: torch.Tensor, known: Factors
-    ) -> None:
-        last = next(reversed(self._factors.values()), ())
-        tries = dict.fromkeys([last, *(known[: n + 1] for n in reversed(range(len(known))))])
-        if not bool(values.isfinite().all()):
-            return
-        found = find_factors(narrow[1].to(values.dtype), values, [f for f in tries if f])
-        if found is not None:
-            self._factors[parameter] = found
-            self._consumed_narrow[parameter] = narrow
-
-    def payload(self) -> Payload:
+    def payload(self, of: int | None = None) -> Payload:
         """Return ascending layout indices and their values; see ``Reducer.payload``."""
         self.headers.confirm()
-        full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
-        sections = self.indexed("", full)
-        if self._consumed_narrow:
-            sections += self.indexed("narrow/", self._consumed_narrow)
-            sections += factor_sections(self._factors)
-        return Payload((*sections, *self.foreign_sections()))
+        stored = self.stored.of(of)
+        return Payload((*self.sections(stored), *stored.foreign_sections()))
 
-    def foreign_sections(self) -> list[Section]:
-        """Return this rank's ranges of gradients that have entries no rank exchanged."""
-        return pieces("whole", self.layout, self._foreign)
-
-    def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
-        """Return entries as sections ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
-        sections: list[Section] = []
-        for dtype in self.layout.dtypes:
-            chosen = [
-                (spec.offset, *entries[i])
-                for i, spec in self.layout.of_dtype(dtype)
-                if i in entries
-            ]
-            if chosen:
-                indices = torch.cat([own for _, own, _ in chosen])
-                pieces = indices.split([own.numel() for _, own, _ in chosen])
-                for (offset, _, _), piece in zip(chosen, pieces, strict=True):
-                    piece += offset
-                values = torch.cat([values for _, _, values in chosen]).cpu()
-                sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", indices.cpu().numpy()),
-                    Section(f"{prefix}values/{dtype}", "planes", bits(values)),
-                ]
-        return sections
-
-    def _own(self, parameter: int, gradient: torch.Tensor) -> Entries:
-        """Return the positions that this rank stores of a parameter, and the final values there."""
-        positions = self._positions(parameter, gradient.numel())
-        if isinstance(positions, slice):
-            values = gradient[positions].clone()
-            return torch.arange(positions.start, positions.stop, device=gradient.device), values
-        earlier = self._earlier.get(parameter)
-        if earlier is not None:
-            filled = gradient.view(INT_OF_BYTES[gradient.element_size()])[earlier] != 0
-            union = torch.cat([positions, earlier[filled]]).unique()  # ascending
-            positions = union if union.numel() > positions.numel() else positions
-        return positions, gradient.index_select(0, positions)
-
-    def _positions(self, parameter: int, numel: int) -> torch.Tensor | slice:
-        selected = self.selected.get(parameter)
-        if selected is not None and selected.numel() < numel:
-            return selected
-        if self.world_size == 1:
-            return slice(0, numel)
-        return slice(*share(numel, self.rank, self.world_size))
+    def sections(self, stored: StoredEntries) -> list[Section]:
+        """Return the sections of a rank's entries."""
+        return stored.sections()
 
     def send(
         self,
@@ -297,8 +182,9 @@ class SharedReducer(SparseReducer, ABC):
         layout: Layout,
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> None:
-        super().__init__(compressor, layout, residual, group)
+        super().__init__(compressor, layout, residual, group, peers)
         self.lane = Lane(group)
 
     @abstractmethod
@@ -348,8 +234,8 @@ class SharedReducer(SparseReducer, ABC):
                 gradient.copy_(own)
                 continue
             gradient.zero_().index_copy_(0, chosen[i], own)
-            mine = slice(*share(counts[i], self.rank, self.world_size))
-            self.remember_selected(i, chosen[i][mine])
+            for stored in self.stored:
+                stored.select(i, chosen[i][stored.share(counts[i])])
             self.remember_exchanged(i, [chosen[i]])
 
 
@@ -413,17 +299,6 @@ def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple
         if (indices := payload.section(f"{prefix}indices/{dtype}"))
         and (values := payload.section(f"{prefix}values/{dtype}"))
     ]
-
-
-def _all_finite(parts: Iterable[Entries]) -> bool:
-    """Return whether no value is NaN or infinite; True on an accelerator, where the host would stop."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for _, values in parts:
-        by_dtype.setdefault(values.dtype, []).append(values)
-    return all(
-        not values[0].is_cpu or bool(torch.cat(values).isfinite().all())
-        for values in by_dtype.values()
-    )
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -79,10 +79,14 @@ class TopK(SparseSettings):
         return residuals_of(layout)
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> TopKReducer:
         """Make the reducer of one run."""
-        return TopKReducer(self, layout, residual, group, self._narrow)
+        return TopKReducer(self, layout, residual, group, peers, self._narrow)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap."""
@@ -95,7 +99,7 @@ class TopK(SparseSettings):
 
 
 class TopKReducer(SparseReducer):
-    """TopK bound to one run; remembers this rank's selection until the optimizer's step."""
+    """TopK bound to one run; remembers its and its peers' selections until the optimizer's step."""
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -111,7 +115,7 @@ class TopKReducer(SparseReducer):
         seen: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chosen, kept = self._compress(parameter, gradient)
-            self.remember_selected(parameter, chosen)
+            self.stored.own.select(parameter, chosen)
             offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
             positions.append(chosen + offset)
             values.append(kept)
@@ -129,8 +133,9 @@ class TopKReducer(SparseReducer):
             headers=self.headers,
             seen=None if self.group is None else seen,
         )
-        if self.value_dtype is None:
+        if self.value_dtype is None and not self.stored.peers:
             return done
+        counts = [own.numel() for own in values]
 
         # The backend's thread frees the callback some time after the exchange. The callback must
         # not hold the last reference to the process group then: a thread cannot wait for its own
@@ -139,10 +144,36 @@ class TopKReducer(SparseReducer):
 
         def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             averaged = future.value()
-            owner.pop().averaged(parameters, gradients)
+            reducer = owner.pop()
+            reducer.select_of_peers(parameters, gradients, buffer, counts, seen)
+            reducer.averaged(parameters, gradients)
             return averaged
 
         return chained(done, finish, buffer.device)
+
+    def select_of_peers(
+        self,
+        parameters: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        counts: Sequence[int],
+        seen: Sequence[torch.Tensor],
+    ) -> None:
+        """Remember what the peers selected of a bucket.
+
+        Args:
+            parameters: Layout indices.
+            gradients: Views into ``buffer``.
+            buffer: The bucket.
+            counts: How many entries every rank sent of each parameter.
+            seen: Positions in the bucket that each rank sent.
+        """
+        for peer, stored in self.stored.peers.items():
+            sent = seen[peer].split(list(counts))
+            for i, gradient, own in zip(parameters, gradients, sent, strict=True):
+                if own.numel() < gradient.numel():  # else the ranks divide it
+                    offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
+                    stored.select(i, own.long() - offset)
 
     def _compress(
         self, parameter: int, gradient: torch.Tensor

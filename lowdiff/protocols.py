@@ -85,10 +85,17 @@ class Reducer(Protocol):
         """
         ...
 
-    def payload(self) -> Payload:
-        """This rank's share of what was consumed since ``begin``, but for what was handed out before.
+    def payload(self, of: int | None = None) -> Payload:
+        """Return a rank's share of what was consumed since ``begin``, without what was handed out before.
 
-        What is on an accelerator is waited for.
+        Wait for what is on an accelerator.
+
+        Args:
+            of: This rank (None), or a peer: then the payload has the bits of the one that the peer
+                makes itself, and nothing is sent for it.
+
+        Raises:
+            UsageError: If ``of`` is no peer that ``bind`` was told of.
         """
         ...
 
@@ -121,9 +128,21 @@ class Compressor(Protocol):
         ...
 
     def bind(
-        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
     ) -> Reducer:
-        """Make the reducer of one run; ``group`` None means a single process."""
+        """Make the reducer of one run.
+
+        Args:
+            layout: The parameters, in the order in which gradients are numbered.
+            residual: Keeps what the reducer does not send.
+            group: Process group of the ranks; None for a single process.
+            peers: Ranks of the group whose payloads this rank makes as well: the copies of them that
+                lie in its memory. Each costs memory; see docs/architecture.md.
+        """
         ...
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowdiff.compressors import Dense
-from lowdiff.compressors.dense import DenseReducer
+from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import byte_view, flat
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
@@ -25,7 +25,7 @@ from lowdiff.recovery.replay.unit import Step
 from lowdiff.recovery.replica.file import ReplicaFile, SlotTooSmall
 from lowdiff.recovery.replica.share import Shard, contents_of
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
-from lowdiff.types import Differential, Fence, OptimizerStep, Payload, Section
+from lowdiff.types import Differential, Fence, Layout, OptimizerStep, Payload, Section
 from tests.unit.core.checksums import checksum
 
 STEPS = 4
@@ -109,9 +109,8 @@ class Live:
     def _step(self, number: int) -> Step:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        reducer = DenseReducer(
-            Dense(), self.fence.layout, None, kept=range(len(self.fence.layout.parameters))
-        )
+        nothing = RotatingResidual.zeros(Layout(()), torch.device("cpu"))
+        reducer = Dense().bind(self.fence.layout, nothing, None)
         reducer.begin(number)
         reducer.consume(self._attached.gradients(0))
         payload = Payload(
