@@ -177,6 +177,11 @@ class Checkpointer:
             and at least 60 s.
         on_hang: What happens then, once the state is saved: ``"save"`` waits on, ``"exit"`` ends the
             process with status 1, so that its launcher starts anew.
+        copies: On how many nodes everything that a rank stages lies in memory, its own included: the loss
+            of any ``copies - 1`` nodes then takes no step that was replicated (docs/peers.md). 1: on its
+            own alone.
+        node: Names the node of this rank, where its machine and its staging folder do not tell: nodes
+            that fail together, say.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
@@ -207,6 +212,8 @@ class Checkpointer:
         imports: Sequence[str] = (),
         hang_seconds: float | None = None,
         on_hang: str = "save",
+        copies: int = 1,
+        node: str | None = None,
     ) -> None:
         if is_url(run):
             raise ConfigError(
@@ -232,6 +239,8 @@ class Checkpointer:
             optimizer_steps=optimizer_steps,
             hang_seconds=hang_seconds,
             on_hang=on_hang,
+            copies=copies,
+            node=node,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()

@@ -59,6 +59,8 @@ class Settings:
         hang_seconds: After how long without a step ranks that wait for each other hang; None: after 20
             times the median step, and at least a minute.
         on_hang: What a hang does once the state is saved: ``"save"`` waits on, ``"exit"`` ends the process.
+        copies: On how many nodes what a rank stages lies in memory, its own included.
+        node: Names the node of this rank; None: its machine and staging folder tell.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -81,6 +83,8 @@ class Settings:
     imports: tuple[str, ...] = ()
     hang_seconds: float | None = None
     on_hang: str = "save"
+    copies: int = 1
+    node: str | None = None
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -104,6 +108,8 @@ class Settings:
         for name in ("snapshot_every", "batch_size"):
             if whole_number(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} counts steps, at least 1, got {getattr(self, name)}")
+        if whole_number("copies", self.copies) < 1:
+            raise ConfigError(f"copies counts nodes, this rank's own included, got {self.copies}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in choices):

@@ -16,6 +16,7 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import ConfigError
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
+from lowdiff.peers.placement import Peers, peers_of
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.staging.budget import (
     StagingNeed,
@@ -56,6 +57,7 @@ class Memory:
         optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
         image_bytes: Length of a snapshot's share.
         node: Which ranks are on other nodes.
+        peers: For which of these it keeps copies, and which keep its own.
     """
 
     chunk_bytes: int
@@ -63,6 +65,7 @@ class Memory:
     optimizer_steps: int
     image_bytes: int
     node: Node
+    peers: Peers
 
 
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
@@ -82,8 +85,9 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
         num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
     root = settings.staging_root
-    node = _node(root, ranks)
+    node = _node(settings, ranks)
     num_guests = len(node.others) if node.first == ranks.rank else 0
+    peers = peers_of(ranks.rank, node.of_rank, settings.copies)
     need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps, num_guests)
     cap, is_tight = _cap(root, need, ranks)
     if not has_staged and is_tight:
@@ -98,25 +102,26 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             "full snapshot",
             rank=ranks.rank,
         )
-    return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes, node)
+    return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes, node, peers)
 
 
-def _node(root: Path, ranks: Ranks) -> Node:
-    """Find the ranks that have another staging root than this one.
+def _node(settings: Settings, ranks: Ranks) -> Node:
+    """Find which ranks share a staging root, unless the user says which share a node.
 
     Raises:
         ConfigError: If the folder is a file.
     """
+    root = settings.staging_root
     with ranks.together():
         if root.exists() and not root.is_dir():
             raise ConfigError(
                 f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
             )
         device = os.stat(existing_part(root)).st_dev
-    places = ranks.gather([this_machine(), device, os.path.realpath(root)])
-    own = places[ranks.rank]
-    others = tuple(rank for rank, place in enumerate(places) if place != own)
-    return Node(places.index(own), others)
+    place = [this_machine(), device, os.path.realpath(root)]
+    places = ranks.gather(place if settings.node is None else settings.node)
+    distinct = [place for rank, place in enumerate(places) if places.index(place) == rank]
+    return Node(ranks.rank, tuple(distinct.index(place) for place in places))
 
 
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:

@@ -33,6 +33,7 @@ from lowdiff.commit.staging import Staging, constant_images
 from lowdiff.commit.standby import Node, Standby
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
+from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
@@ -42,6 +43,7 @@ from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.tracked import Given, Live, watch
+from lowdiff.peers.copies import Copies, Ward
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
@@ -91,6 +93,7 @@ class Opened:
         meter: Measures it for the tuner.
         survivor: Saves the state after a failure; None with another strategy.
         random_states: Items to restore when the first step begins.
+        copies: On other nodes; None where there are none.
     """
 
     session: Session
@@ -100,6 +103,7 @@ class Opened:
     meter: Meter
     random_states: Mapping[str, bytes]
     survivor: Survivor | None
+    copies: Copies | None
 
 
 @contextmanager
@@ -319,6 +323,8 @@ def _begin(
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)
+    if settings.copies > 1:  # a copy begins with an image, as that of every rank
+        start = replace(start, needs_snapshot=True)
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo, ThreadPoolExecutor(1) as beside:
         with ranks.together():
@@ -344,6 +350,7 @@ def _begin(
                 world_size=ranks.world_size,
             )
             standby = _standby(settings, live, folder, memory)
+            copies = _copies(settings, live, fence, ranks, memory, standby, undo)
             queue = _queue(settings, live, fence, memory, starting, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
@@ -355,7 +362,7 @@ def _begin(
                 live,
                 _recorder(settings, live, fence, ranks, scaling, memory),
                 queue,
-                Staging(area, queue, live, meter.recorder, standby),
+                Staging(area, queue, live, meter.recorder, standby, copies),
                 _agreement(settings, live, ranks, lock),
                 Schedule(
                     cadence,
@@ -370,6 +377,8 @@ def _begin(
             survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
             if memory.node.others:
+                if copies is not None:
+                    copies.wait_for_base(start.step)
                 ranks.gather(None)  # from here on no rank can fail to begin
                 if memory.node.first == ranks.rank:
                     write_file(settings.folder.begun(fence.incarnation), b"")
@@ -378,7 +387,7 @@ def _begin(
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(session, lock, area, ranks, meter, start.items, survivor)
+    return Opened(session, lock, area, ranks, meter, start.items, survivor, copies)
 
 
 def _writer_settings(
@@ -422,6 +431,44 @@ def _standby(
     return Standby(folder, live, memory.node, 0) if memory.node.others else None
 
 
+def _copies(
+    settings: Settings,
+    live: Live,
+    fence: Fence,
+    ranks: Ranks,
+    memory: Memory,
+    standby: Standby | None,
+    undo: ExitStack,
+) -> Copies | None:
+    """Begin to keep what ranks on other nodes stage, and to have kept what this one does."""
+    if settings.copies == 1 or ranks.training_group is None or standby is None:
+        return None
+    wards = []
+    with ranks.together():
+        for rank in memory.peers.wards:
+            folder = StagingFolder.copy_of(
+                settings.staging_root, fence.run_id, fence.incarnation, rank, live.rank
+            )
+            area = StagingArea(folder, settings.folder, fence.life)
+            undo.callback(area.release)
+            log = _log(folder, fence, memory) if settings.logs_steps else None
+            wards.append(Ward(area, live, log))
+    group = own_group(ranks.training_group)
+    copies = Copies(live, group, memory.peers.keepers, wards, standby.all_items)
+    undo.callback(copies.close, removes=False)
+    return copies
+
+
+def _log(folder: StagingFolder, fence: Fence, memory: Memory) -> StagingLog:
+    return StagingLog(
+        folder,
+        run_id=fence.run_id,
+        world_size=fence.world_size,
+        chunk_bytes=memory.chunk_bytes,
+        cap_bytes=memory.log_bytes,
+    )
+
+
 def _queue(
     settings: Settings,
     live: Live,
@@ -435,13 +482,7 @@ def _queue(
     writer = starting.result()
     if settings.strategy == "survivors":
         return SnapshotQueue(Storage(folder, writer, None, settings, live.rank, live.world_size))
-    log = StagingLog(
-        folder,
-        run_id=fence.run_id,
-        world_size=live.world_size,
-        chunk_bytes=memory.chunk_bytes,
-        cap_bytes=memory.log_bytes,
-    )
+    log = _log(folder, fence, memory)
     if settings.logs_steps:
         return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
     makes_images = live.attached.device.type == "cpu"
@@ -464,7 +505,8 @@ def _recorder(
     memory: Memory,
 ) -> Recorder:
     attached = live.attached
-    reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group)
+    peers = memory.peers.wards if settings.logs_steps else ()
+    reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group, peers)
     hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
     is_replayed = settings.strategy != "survivors"
     return Recorder(
@@ -476,6 +518,7 @@ def _recorder(
         watches=settings.watch if is_replayed else "",
         most_calls=memory.optimizer_steps,
         is_replayed=is_replayed,
+        peers=peers,
     )
 
 

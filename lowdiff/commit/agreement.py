@@ -48,6 +48,8 @@ class RankNews:
         generators: Checksum of its random generators; 0 where items are not compared.
         buffers: The same of its buffers.
         objects: The same of all other items.
+        held: The newest step of which it holds all that it keeps for ranks on other nodes; -1 for none.
+        copied: The newest of which it holds their shares of a snapshot; -1 for none.
     """
 
     incarnation: int
@@ -68,6 +70,8 @@ class RankNews:
     generators: int = 0
     buffers: int = 0
     objects: int = 0
+    held: int = -1
+    copied: int = -1
 
 
 _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]

@@ -32,6 +32,11 @@ class StepQueue(Protocol):
     storage: Storage
 
     @property
+    def staged_checksum(self) -> int:
+        """CRC-32C of the body of the record that was staged last; 0 where steps are not logged."""
+        ...
+
+    @property
     def images(self) -> Images:
         """Full snapshots on their way to the processes."""
         ...
@@ -130,6 +135,11 @@ class LogQueue:
         self._first_dropped = -1
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
+
+    @property
+    def staged_checksum(self) -> int:
+        """See `StepQueue`."""
+        return self._log.checksum
 
     @property
     def is_gone(self) -> bool:

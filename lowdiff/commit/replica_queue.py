@@ -115,6 +115,11 @@ class ReplicaQueue:
         self._pending: Sequence[Section] = ()
 
     @property
+    def staged_checksum(self) -> int:
+        """See `StepQueue`."""
+        return 0
+
+    @property
     def is_gone(self) -> bool:
         """See `StepQueue`: also where the replica's page went, or the file that holds its state."""
         if self._log.is_gone or not self._log.folder.replica_status.exists():

@@ -244,12 +244,13 @@ class Session:
         # Asked first: it hears of errors.
         can_snapshot = queue.is_ready_for_snapshot(self.step)
         generators, buffers, objects = self._staging.item_sums
+        held, copied = self._staging.copied_steps
         return RankNews(
             incarnation=self._live.incarnation,
             step=self.step,
             is_preempted=self.agreement.was_told_to_stop,
             has_lost_run=self.agreement.has_lost_run,
-            owes_snapshot=queue.owes_snapshot,
+            owes_snapshot=self._staging.owes_snapshot,
             can_snapshot=can_snapshot,
             has_storage_error=queue.storage.errors.any,
             has_rebased=sealed.rebases,
@@ -263,6 +264,8 @@ class Session:
             generators=generators,
             buffers=buffers,
             objects=objects,
+            held=held,
+            copied=copied,
         )
 
     def keep_staging(self) -> None:

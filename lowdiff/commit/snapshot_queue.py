@@ -28,6 +28,11 @@ class SnapshotQueue:
         self.makes_images = False
 
     @property
+    def staged_checksum(self) -> int:
+        """See `StepQueue`."""
+        return 0
+
+    @property
     def is_gone(self) -> bool:
         """See `StepQueue`."""
         return not self.storage.folder.survivor_status.exists()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,41 @@ from lowdiff.recovery.state import (
 from lowdiff.step.states import Sealed
 
 
+class Copies(Protocol):
+    """What ranks keep for each other in the memory of several nodes."""
+
+    @property
+    def held_step(self) -> int:
+        """The newest step of which this rank holds all that it keeps; see `RankNews`."""
+        ...
+
+    @property
+    def copied_step(self) -> int:
+        """The newest step of which it holds the images; see `RankNews`."""
+        ...
+
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether only a snapshot makes further copies of use."""
+        ...
+
+    def stage_base(self, sealed: Sealed) -> None:
+        """Tell what an incarnation begins with; its first snapshot follows."""
+        ...
+
+    def stage(self, sealed: Sealed, checksum: int) -> None:
+        """Tell what this rank alone has of a step, and keep what others store of it."""
+        ...
+
+    def snapshot(self, sealed: Sealed) -> None:
+        """Make the shares of others in a snapshot."""
+        ...
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note what all ranks hold."""
+        ...
+
+
 class Staging:
     """One rank's staging memory: residual, queue and image.
 
@@ -45,6 +80,7 @@ class Staging:
         live: Its residual lies there.
         measurements: So do its measurements.
         standby: Keeps the items of its last two steps for survivors; None where nobody would save it.
+        copies: On other nodes; None where there are none.
     """
 
     def __init__(
@@ -54,12 +90,14 @@ class Staging:
         live: Live,
         measurements: MeasurementRecorder,
         standby: Standby | None,
+        copies: Copies | None,
     ) -> None:
         self._area = area
         self._queue = queue
         self._live = live
         self._measurements = measurements
         self._standby = standby
+        self._copies = copies
 
     @property
     def is_gone(self) -> bool:
@@ -71,10 +109,26 @@ class Staging:
         """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
         return (0, 0, 0) if self._standby is None else self._standby.sums
 
+    @property
+    def copied_steps(self) -> tuple[int, int]:
+        """The newest steps of which this rank holds what it keeps for others, and the images; see `RankNews`."""
+        return (
+            (-1, -1) if self._copies is None else (self._copies.held_step, self._copies.copied_step)
+        )
+
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether a full snapshot should be taken, for this rank's own sake or for its copies."""
+        return self._queue.owes_snapshot or (
+            self._copies is not None and self._copies.owes_snapshot
+        )
+
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks said after the step that was staged last."""
         if self._standby is not None:
             self._standby.hear(heard)
+        if self._copies is not None:
+            self._copies.hear(heard)
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of a step, however far the live ones have moved since; None if not kept.
@@ -115,6 +169,8 @@ class Staging:
         self._queue.stage(RecordKind.BASE, record, rebases=False)
         if self._standby is not None:
             self._standby.stage_base(record)
+        if self._copies is not None:
+            self._copies.stage_base(base)
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Stage gradients before their optimizer's step ends; see `StepQueue`."""
@@ -130,6 +186,8 @@ class Staging:
             self._queue.stage(RecordKind.DIFFERENTIAL, record, rebases=sealed.rebases)
             if self._standby is not None:
                 self._queue.storage.counters.staged_bytes += self._standby.stage(record)
+            if self._copies is not None:
+                self._copies.stage(sealed, self._queue.staged_checksum)
 
     def snapshot(self, sealed: Sealed, *, required: bool = False, waits: bool = False) -> None:
         """Stage a snapshot of a sealed step, unless that was the last one staged.
@@ -152,6 +210,8 @@ class Staging:
                     rank = self._live.rank
                     tensors = partial(share_of_items, self._live, sealed, rank, items)
                 self._queue.stage_snapshot(step, tensors, required=required)
+                if self._copies is not None and self._queue.images.step == step:
+                    self._copies.snapshot(sealed)
             if waits and not self._queue.storage.degrades:
                 self._queue.wait_for_snapshot()
 

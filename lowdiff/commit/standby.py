@@ -28,23 +28,32 @@ from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
 from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
 from lowdiff.types import Differential
 
-#: An item of more bytes that has not changed for some steps is not written again.
-_LARGE_BYTES, _SETTLED_STEPS = 1 << 16, 3
 #: Parameters of which a few elements are compared.
 _NUM_SAMPLED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The ranks that share this rank's staging root, and all others.
+    """This rank's node, and all others.
 
     Attributes:
-        first: Lowest rank of the node: what is saved for ranks on other nodes lies in its staging folder.
-        others: Ranks on other nodes.
+        rank: This rank.
+        of_rank: The node of each rank, numbered in the order of their first ranks.
     """
 
-    first: int
-    others: tuple[int, ...]
+    rank: int
+    of_rank: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """Lowest rank of the node: what is saved for ranks on other nodes lies in its staging folder."""
+        return self.of_rank.index(self.of_rank[self.rank])
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Ranks on other nodes."""
+        own = self.of_rank[self.rank]
+        return tuple(rank for rank, node in enumerate(self.of_rank) if node != own)
 
 
 class Standby:
@@ -72,9 +81,6 @@ class Standby:
         self._image_bytes = image_bytes
         self._sums, self._alike = ItemSums(), 0
         self._items: StagedItems | None = None
-        #: Items that changed since the incarnation began, as of the last step.
-        self._changed: dict[str, bytes] = {}
-        self._changed_at: dict[str, int] = {}
         self._ahead_step = self._calls = -1
         self._samples = FrozenSamples()
         parameters = live.attached.parameters
@@ -134,7 +140,7 @@ class Standby:
             self._calls = self._calls + 1 if step == self._ahead_step else 0
             self._ahead_step = step
             with suppress(StorageError):  # that of the step itself, which follows, is said
-                ahead = self._live.tracker.peek(self._changed.keys())
+                ahead = self._live.tracker.peek(self._items.changing)
                 self._items.put_ahead(step, ahead, self._calls)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
@@ -172,29 +178,13 @@ class Standby:
 
     def _put(self, record: Differential) -> int:
         if self._items is None or self._is_failing:
-            items = self._all_items()
+            items = self.all_items()
             self._items = StagedItems(self._folder, items)
-            self._changed, self._changed_at = {}, {}
             self._sums.update(items)
-        self._changed.update(record.items)
-        self._changed_at.update(dict.fromkeys(record.items, record.step))
-        self._settle(record.step)
         self._sums.update(record.items)
-        size = self._items.put(record.step, self._changed, self._alike)
+        size = self._items.stage(record.step, record.items, self._alike)
         self._is_failing = False
         return size
-
-    def _settle(self, step: int) -> None:
-        """Write a large item that has not changed for some steps with those of the beginning, and then no more."""
-        settled = {
-            name: self._changed[name]
-            for name, at in self._changed_at.items()
-            if at < step - _SETTLED_STEPS and len(self._changed[name]) > _LARGE_BYTES
-        }
-        if settled and self._items is not None:
-            self._items.rebase(settled)
-            for name in settled:
-                del self._changed[name], self._changed_at[name]
 
     def _set_aside(self) -> None:
         folder = self._folder
@@ -217,8 +207,8 @@ class Standby:
         )
         return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
-    def _all_items(self) -> dict[str, bytes]:
-        """Every item as it is now, but frozen parameters that all snapshots share."""
+    def all_items(self) -> dict[str, bytes]:
+        """Return every item as it is now, but frozen parameters that all snapshots share."""
         live, tracker = self._live, self._live.tracker
         tensors = {
             name: encode(tensor.detach().cpu().contiguous(), name=name)

@@ -130,6 +130,8 @@ class Code(Enum):
     ITEMS_INHERITED = "LD803"
     HANG_SEEN = "LD804"
     ITEMS_NOT_STAGED = "LD805"
+    # Copies in other nodes' memory.
+    COPY_SUSPENDED = "LD901"
 
     @property
     def event(self) -> str:

@@ -39,6 +39,7 @@ class Recorder:
             one is an error.
         is_replayed: Whether recovery replays steps. If not, it makes no difference what else than an
             optimizer wrote: only full snapshots are recovered, and they hold it.
+        peers: Ranks whose payloads are read as well.
 
     Attributes:
         step: The step under way.
@@ -60,6 +61,7 @@ class Recorder:
         watches: str,
         most_calls: int,
         is_replayed: bool,
+        peers: Sequence[int],
     ) -> None:
         self._live = live
         self.reducer = reducer
@@ -68,6 +70,7 @@ class Recorder:
         self.proofs = proofs
         self._most_calls = most_calls
         self._is_replayed = is_replayed
+        self._peers = peers
         specs = enumerate(live.attached.specs)
         #: Optimizers that do more than work element by element.
         self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
@@ -271,6 +274,7 @@ class Recorder:
             own=seen.own,
             other=seen.other,
             watched=seen.watched,
+            of_peers={rank: self.reducer.payload(rank) for rank in self._peers},
         )
 
     def _changes(self) -> frozenset[Change]:

@@ -19,7 +19,7 @@ its record would not lead to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
@@ -80,6 +80,7 @@ class Sealed:
         own: Checksum of this rank's share of the parameters; 0 where ranks are not compared.
         other: Checksum of the share of rank ``watched``, as this rank has it.
         watched: The rank whose share this rank compares with its own.
+        of_peers: What other ranks store of the step, by rank, made from this rank's memory; see `Reducer`.
     """
 
     differential: Differential
@@ -91,6 +92,7 @@ class Sealed:
     own: int = 0
     other: int = 0
     watched: int = 0
+    of_peers: Mapping[int, Payload] = field(default_factory=dict)
 
     @property
     def rebases(self) -> bool:

@@ -33,6 +33,8 @@
     STAGING/RUN_ID/i000002-r0000/survivor.lock           held while it is written
     STAGING/RUN_ID/i000002-r0000/guest-0004              what was saved for rank 4, which is on another node
     STAGING/RUN_ID/i000002-r0000/guest-0004.saved        page that says so
+    STAGING/RUN_ID/i000002-r0004-k0000/...               what rank 0 keeps for rank 4, which is on another node
+    STAGING/RUN_ID/i000002-r0004-k0000/copy-0, copy-0.items, copy-0.saved    its share of a snapshot; two take turns
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -68,6 +70,7 @@ _FILE_NAMES = {
     ),
 }
 _STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
+_COPY_NAME = re.compile(r"i(\d{6})-r(\d{4})-k(\d{4})")
 _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
 _ANY_NAME = re.compile(r".+", re.DOTALL)
@@ -258,11 +261,19 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class StagingFolder:
-    """Paths inside one rank's staging folder of one incarnation."""
+    """Paths inside one rank's staging folder of one incarnation.
+
+    Attributes:
+        root: The folder.
+        incarnation: Number of the incarnation.
+        rank: The rank whose data it holds.
+        keeper: The rank on another node that keeps this copy; None where the rank made it itself.
+    """
 
     root: Path
     incarnation: int
     rank: int
+    keeper: int | None = None
 
     #: Residual slots.
     residual = _File("residual")
@@ -312,6 +323,23 @@ class StagingFolder:
         return cls(staging_root / run_id / name, incarnation, rank)
 
     @classmethod
+    def copy_of(
+        cls, staging_root: Path, run_id: str, incarnation: int, rank: int, keeper: int
+    ) -> StagingFolder:
+        """Return the folder in which one rank keeps what another one staged; nothing is created."""
+        name = f"i{incarnation:06d}-r{rank:04d}-k{keeper:04d}"
+        return cls(staging_root / run_id / name, incarnation, rank, keeper)
+
+    @classmethod
+    def copies_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
+        """Return the folders of a run in which ranks keep what those on other nodes staged; see `all_of_run`."""
+        named = (
+            (path, _COPY_NAME.fullmatch(path.name))
+            for path in trusted_folders(staging_root, run_id)
+        )
+        return [cls(path, *map(int, match.groups())) for path, match in named if match]
+
+    @classmethod
     def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
         """Return all staging folders of a run id, oldest incarnation first, including its copies'.
 
@@ -357,6 +385,18 @@ class StagingFolder:
     def items(self, slot: int) -> Path:
         """Return the path of one of the files of a rank's items."""
         return self.root / f"items-{slot}"
+
+    def copied(self, slot: int) -> Path:
+        """Return the path of the image of a copy's share of a snapshot; two take turns."""
+        return self.root / f"copy-{slot}"
+
+    def copied_items(self, slot: int) -> Path:
+        """Return the path of the items that belong to the image."""
+        return self.root / f"copy-{slot}.items"
+
+    def copied_saved(self, slot: int) -> Path:
+        """Return the path of the page that says that image and items are whole."""
+        return self.root / f"copy-{slot}.saved"
 
     def guest(self, rank: int) -> Path:
         """Return the path of the image of the share of a rank on another node."""

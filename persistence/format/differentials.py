@@ -51,7 +51,7 @@ def sections_of(differential: Differential) -> tuple[Section, ...]:
     return tuple(
         section
         for number, step in enumerate(differential.steps)
-        for section in numbered((*step.payload.sections, *_written_sections(step.written)), number)
+        for section in numbered((*step.payload.sections, *written_sections(step.written)), number)
     )
 
 
@@ -79,7 +79,8 @@ def _by_step(sections: Sequence[Section], num_steps: int) -> list[list[Section]]
     return found
 
 
-def _written_sections(written: Written) -> tuple[Section, ...]:
+def written_sections(written: Written) -> tuple[Section, ...]:
+    """Return the sections with values that something else than an optimizer wrote."""
     named = {
         **{f"before/{i}": values for i, values in written.before.items()},
         **{f"after/{i}": values for i, values in written.after.items()},
@@ -168,7 +169,7 @@ def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) ->
 
 
 def _written(sections: Sequence[Section]) -> Written:
-    """Undo `_written_sections`.
+    """Undo `written_sections`.
 
     Raises:
         ValueError: If a section names no parameter.

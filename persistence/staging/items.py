@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 
 from crc32c import crc32c
 
@@ -23,6 +25,8 @@ from lowdiff.persistence.format.values import BadEncoding, decode, encode
 _HEAD = struct.Struct("<QQIB")
 #: Slot of the items that the incarnation began with; the others take turns.
 _BASE, _NUM_TURNS, _AHEAD, _NEW_BASE = 0, 2, NUM_ITEM_SLOTS - 1, NUM_ITEM_SLOTS
+#: An item of more bytes that has not changed for some steps is not written again.
+_LARGE_BYTES, _SETTLED_STEPS = 1 << 16, 3
 
 
 class StagedItems:
@@ -35,32 +39,46 @@ class StagedItems:
 
     def __init__(self, stage: StagingFolder, base: Mapping[str, bytes]) -> None:
         self._stage = stage
-        self._write(_BASE, 0, base)
+        #: Items that changed since the base, and when they last did.
+        self._changed: dict[str, bytes] = {}
+        self._changed_at: dict[str, int] = {}
+        write_items(stage.items(_BASE), 0, base)
 
-    def put(self, step: int, items: Mapping[str, bytes], alike: int = 0) -> int:
-        """Stage the items that changed since the base, as of ``step``; returns their bytes.
+    @property
+    def changing(self) -> AbstractSet[str]:
+        """Names of the items that are written in each step."""
+        return self._changed.keys()
+
+    def stage(self, step: int, changed: Mapping[str, bytes], alike: int = 0) -> int:
+        """Stage all that has changed since the base, as of ``step``; returns its bytes.
 
         Args:
             step: The step.
-            items: What changed.
+            changed: What changed in it.
             alike: Bits of the kinds of items that all ranks had alike at the step before.
 
         Raises:
             StorageError: If there is no memory for them.
         """
-        return self._write(_turn(step), step, items, alike)
+        self._changed.update(changed)
+        self._changed_at.update(dict.fromkeys(changed, step))
+        self._settle(step)
+        return write_items(self._stage.items(_turn(step)), step, self._changed, alike)
 
-    def rebase(self, items: Mapping[str, bytes]) -> None:
-        """Take items, as they were at the last two steps, for those that the incarnation began with.
-
-        Raises:
-            StorageError: If there is no memory for them.
-        """
-        found = _read(self._stage, _BASE)
-        if found is not None:
-            path, new = self._stage.items(_BASE), self._stage.items(_NEW_BASE)
-            self._write(_NEW_BASE, 0, found.items | dict(items))
-            new.replace(path)
+    def _settle(self, step: int) -> None:
+        """Write a large item that has not changed for some steps into the base, and then no more."""
+        settled = {
+            name: self._changed[name]
+            for name, at in self._changed_at.items()
+            if at < step - _SETTLED_STEPS and len(self._changed[name]) > _LARGE_BYTES
+        }
+        base = _read(self._stage, _BASE) if settled else None
+        if base is not None:
+            new = self._stage.items(_NEW_BASE)
+            write_items(new, 0, base.items | settled)
+            new.replace(self._stage.items(_BASE))
+            for name in settled:
+                del self._changed[name], self._changed_at[name]
 
     def put_ahead(self, step: int, items: Mapping[str, bytes], call: int) -> None:
         """Stage items as they are before an optimizer makes ``step``, or a part of it.
@@ -73,25 +91,34 @@ class StagedItems:
         Raises:
             StorageError: If there is no memory for them.
         """
-        self._write(_AHEAD, step, items, call % 256)
+        write_items(self._stage.items(_AHEAD), step, items, call % 256)
 
-    def _write(self, slot: int, step: int, items: Mapping[str, bytes], mark: int = 0) -> int:
-        body = encode(dict(items), name="items")
-        path = self._stage.items(slot)
+
+def write_items(path: Path, step: int, items: Mapping[str, bytes], mark: int = 0) -> int:
+    """Write items as of a step into a file; returns their bytes. A kill in between leaves no items.
+
+    Raises:
+        StorageError: If there is no memory for them.
+    """
+    body = encode(dict(items), name="items")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                # The checksum tells of a kill in between.
-                data = _HEAD.pack(step, len(body), _checksum(step, mark, body), mark) + body
-                if os.pwrite(descriptor, data, 0) != len(data):
-                    raise StorageError(f"{path} was written in part: its file system is full")
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(
-                f"items of step {step} cannot be staged at {path}: {error}"
-            ) from error
-        return len(body)
+            # The checksum tells of a kill in between.
+            data = _HEAD.pack(step, len(body), _checksum(step, mark, body), mark) + body
+            if os.pwrite(descriptor, data, 0) != len(data):
+                raise StorageError(f"{path} was written in part: its file system is full")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"items of step {step} cannot be staged at {path}: {error}") from error
+    return len(body)
+
+
+def read_items_at(path: Path, step: int) -> dict[str, bytes] | None:
+    """Return what `write_items` wrote as of a step; None if that is not there, or damaged."""
+    found = _read_file(path)
+    return None if found is None or found.step != step else found.items
 
 
 def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
@@ -126,8 +153,12 @@ class _Content:
 
 
 def _read(stage: StagingFolder, slot: int) -> _Content | None:
+    return _read_file(stage.items(slot))
+
+
+def _read_file(path: Path) -> _Content | None:
     try:
-        data = stage.items(slot).read_bytes()
+        data = path.read_bytes()
     except OSError:
         return None
     if len(data) < _HEAD.size:

@@ -37,7 +37,12 @@ _LOOKS = 3
 
 
 class StagingLog:
-    """The trainer's end of one rank's log. Not thread-safe: one thread appends."""
+    """The trainer's end of one rank's log. Not thread-safe: one thread appends.
+
+    Attributes:
+        folder: Where it lies.
+        checksum: CRC-32C of the body of the newest record.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,8 @@ class StagingLog:
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
         self._usual_bytes = 0
+        #: CRC-32C of the newest record's body.
+        self.checksum = 0
         self._install()
 
     @property
@@ -208,6 +215,7 @@ class StagingLog:
             lap=chunk.sequence,
             rebases=rebases,
         )
+        self.checksum = body.checksum
         start = self._offset + HEADER_BYTES
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
