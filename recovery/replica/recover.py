@@ -141,8 +141,14 @@ def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
         for common in sorted({s.reach for found in sources for s in found}, reverse=True):
             if not span.holds(common) or (step is not None and common > step):
                 continue
+            # A share is replayed by its rank's own records where these have whole gradients.
+            is_exact = catalog.incarnations[span.incarnation].logs_steps
             chosen = [
-                _nearest(catalog.of(span.incarnation, rank), found, common)
+                _nearest(
+                    catalog.of(span.incarnation, rank),
+                    [s for s in found if s.step == common or not is_exact],
+                    common,
+                )
                 for rank, found in enumerate(sources)
             ]
             steps = steps_after(catalog, common, step)
