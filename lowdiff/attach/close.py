@@ -75,6 +75,8 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
         session.committed_step = session.step
         shares = opened.ranks.gather(durable_snapshot >= session.step)
         if all(shares):
+            if opened.copies is not None:
+                opened.copies.close(removes=True)
             opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
@@ -97,6 +99,8 @@ def _abandon(opened: Opened) -> None:
 def release(opened: Opened) -> None:
     """Let go of optimizer, process group and locks."""
     opened.session.detach()
+    if opened.copies is not None:
+        opened.copies.close(removes=False)
     opened.ranks.close()
     opened.staging.release()
     opened.lock.release()

@@ -25,7 +25,12 @@ from lowdiff.persistence.run.fences import (
     newest_staging,
 )
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
-from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
+from lowdiff.persistence.run.owner import (
+    claim_moved,
+    copies_of_run,
+    is_known,
+    staging_of_run,
+)
 from lowdiff.persistence.staging.status import SavedStatus, is_log, read_status
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
@@ -142,7 +147,7 @@ def _refuse_to_lose_staged(settings: Settings, run_id: str, roots: Collection[st
 
 
 def shared_out(
-    settings: Settings, ranks: Ranks, stages: Sequence[StagingFolder]
+    settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[StagingFolder]
 ) -> list[StagingFolder]:
     """Return what this rank's writer adopts of the folders of dead incarnations on this machine.
 
@@ -151,7 +156,8 @@ def shared_out(
     in a warning.
     """
     with ranks.together():
-        known = [stage for stage in stages if is_known(stage, settings.folder)]
+        copies = copies_of_run(settings.staging_root, settings.folder, run_id)
+        known = [stage for stage in (*stages, *copies) if is_known(stage, settings.folder)]
     for stage in stages:
         if stage not in known:
             Code.STAGING_OF_OTHER_HISTORY.warn(
@@ -207,13 +213,10 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
         # What came before all fences did may be of other lives.
         shutil.rmtree(imported / run_id, ignore_errors=True)
         stages = staging_of_run(settings.staging_root, settings.folder, run_id)
-    guests = _needed_guests(ranks, stages)
-    chunks = {
-        f"{stage.root.name}/{path.name}": path
-        for stage in stages
-        for path in [*(path for _, path in stage.chunks()), *sound_files(stage), *guests]
-        if path.parent == stage.root and path.exists()
-    }
+        copies = copies_of_run(settings.staging_root, settings.folder, run_id)
+    needed = [*_needed_guests(ranks, stages), *_needed_copies(ranks, stages, copies)]
+    own = (path for s in stages for path in [*(chunk for _, chunk in s.chunks()), *sound_files(s)])
+    chunks = {f"{path.parent.name}/{path.name}": path for path in (*own, *needed) if path.exists()}
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
         for stage in StagingFolder.all_of_run(imported, run_id):
@@ -251,6 +254,40 @@ def _needed_guests(ranks: Ranks, stages: Sequence[StagingFolder]) -> list[Path]:
     for stage, of in guests:
         if of not in there and holders[of] == stage.root.name:
             found += [stage.guest(of[1]), stage.guest_saved(of[1])]
+    return found
+
+
+def _needed_copies(
+    ranks: Ranks, stages: Sequence[StagingFolder], copies: Sequence[StagingFolder]
+) -> list[Path]:
+    """What is kept here of ranks whose own memory is lost, and the images that go with it.
+
+    Args:
+        ranks: All of them.
+        stages: Staging folders of the run that this rank sees.
+        copies: Those that it sees of ranks on other nodes.
+    """
+    told = ranks.gather(
+        [
+            [[stage.incarnation, stage.rank] for stage in stages],
+            [[copy.incarnation, copy.rank, copy.root.name] for copy in copies],
+        ]
+    )
+    there = {tuple(of) for own, _ in told for of in own}
+    holders: dict[tuple[int, int], str] = {}
+    for _, kept in told:
+        for incarnation, rank, name in kept:
+            if (incarnation, rank) not in there:
+                holders.setdefault((incarnation, rank), name)
+    lives = {incarnation for incarnation, _ in holders}
+    found = []
+    with ranks.together():
+        for copy in copies:
+            if holders.get((copy.incarnation, copy.rank)) == copy.root.name:
+                found += copy.copied_files()
+        for stage in stages:
+            if stage.incarnation in lives:
+                found += [stage.trainer_status, stage.snapshot]
     return found
 
 

@@ -218,7 +218,7 @@ def open_session(
                 share_files(settings, ranks, run_id, imported)
             with ranks.together():
                 catalog = scan(settings.folder, roots)
-            left = shared_out(settings, ranks, stages)
+            left = shared_out(settings, ranks, run_id, stages)
             state = None
             clock = RecoveryClock()
             if restore != "none":

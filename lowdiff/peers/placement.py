@@ -120,7 +120,7 @@ def _of_ring(nodes: int, copies: int, lost: int) -> int:
         (-1) ** k * comb(left, k) * comb(lost - k * copies + left - 1, left - 1)
         for k in range(min(left, lost // copies) + 1)
     )
-    return nodes * runs // left
+    return int(nodes * runs // left)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ _REPLICA_STATE_NAME = re.compile(r"replica-(\d{8})")
 _GUEST_SAVED_NAME = re.compile(r"guest-(\d{4})\.saved")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 #: Files of a rank's items.
+#: Images of a copy, which take turns.
+NUM_COPIED = 2
 NUM_ITEM_SLOTS = 4
 
 
@@ -356,6 +358,7 @@ class StagingFolder:
         """Yield all staging folders of all runs on this machine; none if the root is not trusted."""
         for path, _ in _matching(readable_root(staging_root), _RUN_ID):
             yield from cls.all_of_run(staging_root, path.name)
+            yield from cls.copies_of_run(staging_root, path.name)
 
     @property
     def run_id(self) -> str:
@@ -397,6 +400,20 @@ class StagingFolder:
     def copied_saved(self, slot: int) -> Path:
         """Return the path of the page that says that image and items are whole."""
         return self.root / f"copy-{slot}.saved"
+
+    def copied_pages(self) -> list[tuple[int, Path]]:
+        """Return slot and page of every image of a copy."""
+        pages = ((slot, self.copied_saved(slot)) for slot in range(NUM_COPIED))
+        return [(slot, page) for slot, page in pages if page.exists()]
+
+    def copied_files(self) -> list[Path]:
+        """Return the files of a copy that recovery reads."""
+        slots = [slot for slot, _ in self.copied_pages()]
+        images = (
+            f(slot) for slot in slots for f in (self.copied, self.copied_items, self.copied_saved)
+        )
+        items = (self.items(slot) for slot in range(NUM_ITEM_SLOTS))
+        return [*(path for _, path in self.chunks()), *images, *(i for i in items if i.exists())]
 
     def guest(self, rank: int) -> Path:
         """Return the path of the image of the share of a rank on another node."""

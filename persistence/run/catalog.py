@@ -16,7 +16,7 @@ from lowdiff.persistence.format.framing import RecordKind, StoredRecord
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.fences import read_fence, read_run_id
 from lowdiff.persistence.run.journal import Collected, Pin, read_journal, read_pins
-from lowdiff.persistence.run.owner import staging_of_run
+from lowdiff.persistence.run.owner import copies_of_run, staging_of_run
 from lowdiff.persistence.run.records import RankRecords, list_segment
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import is_log
@@ -53,6 +53,7 @@ class Catalog:
         snapshots: Complete snapshots, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
+        copies: Folders with copies of what other nodes' ranks staged.
         damage: Files that failed a check; none is listed above. Reading steps that only a footer
             lists may add more.
         unreadable: Numbers of incarnations with a fence that cannot be read.
@@ -71,6 +72,7 @@ class Catalog:
     unreadable: frozenset[int] = frozenset()
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
+    copies: tuple[StagingFolder, ...] = ()
 
     def of(self, incarnation: int, rank: int) -> RankRecords:
         """Return one rank's records of one incarnation; there may be none."""
@@ -99,7 +101,8 @@ def scan(
     records: dict[tuple[int, int], RankRecords] = {}
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
-    for stage in staging:
+    copies = [c for root in staging_roots for c in copies_of_run(root, folder, run_id)]
+    for stage in (*staging, *copies):  # what a rank staged itself counts first
         # A replica's queue may have gigabytes, of which almost nothing is needed, so skip
         # checksums.
         check = check_all or is_log(stage)
@@ -126,6 +129,7 @@ def scan(
         unreadable=unreadable,
         collected=collected,
         pins=pins,
+        copies=tuple(copies),
     )
 
 
@@ -180,7 +184,14 @@ def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Pa
     This includes numbers known only from staging, as on a node that comes back with old memory, and
     numbers of copies of the run folder: no two incarnations may share a name in staging.
     """
-    staged = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    staged = [
+        stage
+        for root in staging_roots
+        for stage in (
+            *StagingFolder.all_of_run(root, run_id),
+            *StagingFolder.copies_of_run(root, run_id),
+        )
+    ]
     return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
 
 

@@ -71,6 +71,15 @@ def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[S
     ]
 
 
+def copies_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
+    """Return what ranks of this machine keep of this run for ranks on other nodes; see `staging_of_run`."""
+    return [
+        copy
+        for copy in StagingFolder.copies_of_run(staging_root, run_id)
+        if not _belongs_to_another(copy, folder, run_id)
+    ]
+
+
 def is_known(stage: StagingFolder, folder: RunFolder) -> bool:
     """Return whether the run folder knows the incarnation that a staging folder names.
 

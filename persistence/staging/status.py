@@ -241,9 +241,10 @@ class Complaints:
 
 def state_step(stage: StagingFolder) -> int:
     """Return the newest step whose state is in memory as a whole, -1 for none."""
-    image = read_status(stage.survivor_saved, SavedStatus).image
-    saved_step = -1 if image is None else image.step
-    return max(read_status(stage.replica_status, ReplicaStatus).step, saved_step)
+    pages = (stage.survivor_saved, *(path for _, path in stage.copied_pages()))
+    images = [read_status(page, SavedStatus).image for page in pages]
+    steps = [image.step for image in images if image is not None]
+    return max([read_status(stage.replica_status, ReplicaStatus).step, *steps])
 
 
 def is_log(stage: StagingFolder) -> bool:
@@ -253,8 +254,8 @@ def is_log(stage: StagingFolder) -> bool:
 
 
 def holds_state(stage: StagingFolder) -> bool:
-    """Return whether a state may lie in memory as a whole: a replica's, or one that survivors saved.
+    """Return whether a state may lie in memory as a whole: a replica's, one that survivors saved, a copy.
 
     With several nodes survivors save it beside a log as well.
     """
-    return not is_log(stage) or stage.holds_saved
+    return not is_log(stage) or stage.holds_saved or stage.keeper is not None

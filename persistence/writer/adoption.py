@@ -43,7 +43,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         Reasons why some folders were not adopted, to be tried again; empty if all were.
     """
     errors = []
-    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
+    root, run_id = Path(settings.staging_root), settings.run_id
+    there = (*StagingFolder.all_of_run(root, run_id), *StagingFolder.copies_of_run(root, run_id))
     for stage in [stage for stage in there if stage.root.name in settings.adopts]:
         lock = FileLock(stage.writer_lock)
         try:
@@ -51,7 +52,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if trainer_gone.is_set():
                     break  # the next incarnation's writer will adopt it
             else:
-                is_logged = is_log(stage)
+                # What another rank made is its own to make durable.
+                is_logged = is_log(stage) and stage.keeper is None
                 if is_logged:
                     asyncio.run(_adopt(settings, stage))
                 # The residual of a log's last step, and all of a state, are nowhere else.

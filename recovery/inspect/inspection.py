@@ -155,7 +155,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
 
 def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
     """Ranges of steps that can be rebuilt, and which of these from memory."""
-    if not any(holds_state(stage) for stage in catalog.staging):
+    if not (catalog.copies or any(holds_state(stage) for stage in catalog.staging)):
         return recoverable(catalog), None
     # With torch, which nothing else here needs.
     from lowdiff.recovery.replica.recover import plan_in_memory, with_steps_in_memory

@@ -21,8 +21,10 @@ from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords, joined, reach
+from lowdiff.persistence.staging.items import read_items_at
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
     SavedStatus,
@@ -55,6 +57,7 @@ class _Source:
     """Source that one rank's share can be rebuilt from.
 
     Attributes:
+        stage: The staging folder it lies in; None for one on disk.
         step: The step it is of, as a whole.
         reach: The step of its furthest part: the least one it can be brought to.
         image: The trainer's image, of which its replica holds nothing later, or a survivor's; None
@@ -63,7 +66,7 @@ class _Source:
         doubt: What the user should know of these items.
     """
 
-    stage: StagingFolder
+    stage: StagingFolder | None
     step: int
     reach: int
     image: Path | None = None
@@ -75,6 +78,7 @@ class _Source:
         """The file."""
         if self.image is not None:
             return self.image
+        assert self.stage is not None
         return self.stage.replica_state(
             read_status(self.stage.replica_status, ReplicaStatus).generation
         )
@@ -223,12 +227,20 @@ def _at_step(
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
-    """Return what a rank's staging holds whole, while nobody writes it."""
-    found = []
+    """Return what a rank's staging holds whole, while nobody writes it, and what others hold for it."""
+    found: list[_Source] = []
+    copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
     for stage in catalog.staging:
-        if (stage.incarnation, stage.rank) == (incarnation, rank) and _is_at_rest(stage):
+        is_wanted = (stage.incarnation, stage.rank) == (incarnation, rank)
+        if is_wanted and (copies or holds_state(stage)) and _is_at_rest(stage):
             with suppress(FileNotFoundError):  # a trainer attached just now, and clears it
-                found += _sources_of(stage)
+                found += _sources_of(stage, has_copies=bool(copies))
+    for copy in copies:
+        if copy.rank == rank and _is_at_rest(copy):
+            found += _copied(copy)
+    if copies:
+        steps = {mark.step for copy in copies for _, mark in _marks(copy)}
+        found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
     # What the rank's own node saved holds all of its items.
     own_steps = [source.step for source in found]
     with suppress(FileNotFoundError):
@@ -240,10 +252,15 @@ def _from_other_nodes(
     catalog: Catalog, incarnation: int, rank: int, own_steps: Collection[int]
 ) -> list[_Source]:
     """What survivors on other nodes saved for a rank, at other steps than its own node."""
-    stages = {s.rank: s for s in catalog.staging if s.incarnation == incarnation}
+    kept = (*catalog.copies, *catalog.staging)  # the rank's own folder, if that is there
+    stages = {s.rank: s for s in kept if s.incarnation == incarnation}
     found: dict[int, _Source] = {}
-    for stage in stages.values():
-        if rank not in stage.saved_guests() or not _is_at_rest(stage):
+    for stage in catalog.staging:
+        if (
+            stage.incarnation != incarnation
+            or rank not in stage.saved_guests()
+            or not _is_at_rest(stage)
+        ):
             continue
         saved = read_status(stage.guest_saved(rank), SavedStatus)
         maker = stages.get(saved.maker)
@@ -266,7 +283,38 @@ def _from_other_nodes(
     return list(found.values())
 
 
-def _sources_of(stage: StagingFolder) -> list[_Source]:
+def _marks(copy: StagingFolder) -> list[tuple[int, ImageMark]]:
+    """Slot and mark of each image of a copy."""
+    found = [(slot, read_status(page, SavedStatus).image) for slot, page in copy.copied_pages()]
+    return [(slot, mark) for slot, mark in found if mark is not None]
+
+
+def _copied(copy: StagingFolder) -> list[_Source]:
+    """What a rank on another node keeps of a rank's share."""
+    found = []
+    for slot, mark in _marks(copy):
+        items = read_items_at(copy.copied_items(slot), mark.step)
+        if items is not None:
+            sources = _whole_image(copy, copy.copied(slot), mark)
+            found += [replace(source, items=items) for source in sources]
+    return found
+
+
+def _on_disk(
+    catalog: Catalog, incarnation: int, rank: int, steps: Collection[int]
+) -> list[_Source]:
+    """A rank's share of snapshots at some steps, whether or not those of all ranks are there."""
+    found, folder = [], RunFolder(catalog.root)
+    for step in steps:
+        snapshot = folder.snapshot(incarnation, step)
+        if manifest_file(snapshot, rank).is_file():
+            with suppress(DamagedFile, FileNotFoundError):  # said where the snapshot is listed
+                path = check_shard(snapshot, Manifest.read(manifest_file(snapshot, rank)))
+                found.append(_Source(None, step, step, image=path))
+    return found
+
+
+def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
     found = []
     status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
@@ -287,8 +335,13 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
             reach = max([step, *map(int, file.unit_steps)])
             found.append(_Source(stage, step, reach))
     mark = read_status(stage.trainer_status, TrainerStatus).image
-    # One that was taken over serves where what it was taken into does not. A log leads further.
-    if not is_log(stage) and mark is not None and (mark.step > status.image_step or not found):
+    # One that was taken over serves where what it was taken into does not. A log leads further, but not
+    # where a lost rank's part is known from the image's step on alone.
+    if (
+        (has_copies or not is_log(stage))
+        and mark is not None
+        and (mark.step > status.image_step or not found)
+    ):
         found += _whole_image(stage, stage.snapshot, mark)
     mark = read_status(stage.survivor_saved, SavedStatus).image
     if mark is not None:
@@ -306,7 +359,7 @@ def _whole_image(stage: StagingFolder, path: Path, mark: ImageMark) -> list[_Sou
 
 
 def _is_at_rest(stage: StagingFolder) -> bool:
-    """Whether it may hold a state, and neither its trainer nor its replica lives.
+    """Whether neither its trainer nor its replica lives.
 
     What only looks at the memory, or ends with its trainer, is waited for: to go back to the disk
     because of it would lose the steps that are here.
@@ -314,8 +367,6 @@ def _is_at_rest(stage: StagingFolder) -> bool:
     Raises:
         RunInUse: If somebody keeps it.
     """
-    if not holds_state(stage):
-        return False
     try:
         trainer, *others = map(FileLock, (stage.trainer_lock, *stage.state_locks))
         is_free = _is_free(trainer, _GLANCE_SECONDS)

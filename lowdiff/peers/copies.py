@@ -1,0 +1,391 @@
+"""Copies in other nodes' memory: what one rank keeps for ranks on other nodes, and has kept for itself.
+
+After an exchange every rank of a data-parallel training holds the gradient, the parameters and the optimizer's state.
+So a copy of another rank's differential, and of its share of a snapshot, is made here, from this rank's own memory, and
+nothing of it is sent. (Gemini sends the whole state: Wang et al., SOSP 2023.) What the other rank alone has is sent: the
+numbers of a step and the items that changed (generators, buffers, stateful objects). They also carry the checksum of the
+record as that rank staged it, so that a copy which is not equal to the bit is noticed here.
+
+A copy of a step counts once its items and, with a log, its record are here, on the image of an earlier step. Two images
+take turns: the one before stays until every rank holds the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lowdiff.commit.agreement import RankNews
+from lowdiff.commit.run_lock import StagingArea
+from lowdiff.commit.staging import share_of_items
+from lowdiff.compressors.collectives import leave
+from lowdiff.core.events import Code
+from lowdiff.errors import LowDiffError, RankLost, StorageError
+from lowdiff.model.tracked import Live
+from lowdiff.peers.line import Receiver, Sender
+from lowdiff.persistence.files.mapped_file import ImageMark
+from lowdiff.persistence.format.differentials import encode_scalars, written_sections
+from lowdiff.persistence.format.framing import RecordKind
+from lowdiff.persistence.format.image import stage_image
+from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.staging.items import StagedItems, write_items
+from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.status import SavedStatus, StatusPage
+from lowdiff.step.states import Sealed
+from lowdiff.types import Section
+
+#: Steps of which a copy waits for its owner's numbers.
+_MOST_WAITING = 8
+#: How long a rank's numbers wait for this rank to come to their step.
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank sends of one step, to those that keep its copies.
+
+    Attributes:
+        step: The step.
+        rebases: Whether it cannot be replayed.
+        scalars: Of its record, encoded; with the items that changed.
+        written: Sections with values that something else than an optimizer wrote: name, coding, dtype, bytes.
+        checksum: CRC-32C of its record's body; 0 where steps are not logged.
+        items: All items, at the beginning of an incarnation alone.
+    """
+
+    step: int
+    rebases: bool
+    scalars: bytes
+    written: list[list[Any]]
+    checksum: int
+    items: dict[str, bytes]
+
+    @classmethod
+    def of(cls, sealed: Sealed, checksum: int, items: Mapping[str, bytes]) -> Note:
+        """Describe a step that this rank has staged."""
+        record = sealed.differential
+        sections = written_sections(record.written)
+        return cls(
+            step=record.step,
+            rebases=sealed.rebases,
+            scalars=encode_scalars(record),
+            written=[[s.name, s.coding, s.data.dtype.str, s.data.tobytes()] for s in sections],
+            checksum=checksum,
+            items=dict(items),
+        )
+
+    @property
+    def sections(self) -> list[Section]:
+        """The written values, as sections of a record."""
+        return [
+            Section(name, coding, np.frombuffer(data, np.dtype(dtype)))
+            for name, coding, dtype, data in self.written
+        ]
+
+
+class Ward:
+    """What is kept here for one rank on another node.
+
+    The thread that trains makes images and sections, another one receives what the rank sends and puts the two
+    together. Large because both share one state.
+
+    Args:
+        area: The copy's folder.
+        live: This rank's training.
+        log: Takes the rank's records; None where steps are not logged.
+
+    Attributes:
+        rank: Whose copies.
+        held_step: The newest step that can be recovered from here; -1 before the first.
+        copied_step: Step of the newest image that is whole; -1 before the first.
+        owes_snapshot: Whether only an image makes further steps of use.
+    """
+
+    def __init__(self, area: StagingArea, live: Live, log: StagingLog | None) -> None:
+        self.rank = area.folder.rank
+        self.held_step = self.copied_step = -1
+        self.owes_snapshot = False
+        self._area = area
+        self._folder = area.folder
+        self._live = live
+        self._log = log
+        self._items: StagedItems | None = None
+        #: All items as of the newest step that the rank told of.
+        self._all: dict[str, bytes] = {}
+        self._told_step = -1
+        self._waiting: deque[tuple[int, list[Section]]] = deque()
+        #: Slot and mark of an image whose items are not here yet.
+        self._image: tuple[int, ImageMark] | None = None
+        self._slot = 0
+        self._trim_step = -1
+        self._is_broken = False
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    # By the thread that trains.
+
+    def hold(self, step: int, sections: Sequence[Section]) -> None:
+        """Keep a copy of what the rank stores of a step, until it tells the rest."""
+        if self._log is None or self._is_broken:
+            return
+        copied = [replace(section, data=section.data.copy()) for section in sections]
+        with self._changed:
+            self._waiting.append((step, copied))
+            is_late = len(self._waiting) > _MOST_WAITING
+            self._changed.notify()
+        if is_late:
+            self._give_up(f"rank {self.rank} has told nothing for {_MOST_WAITING} steps")
+
+    def stage_image(self, sealed: Sealed) -> None:
+        """Make the rank's share of a snapshot of the live state."""
+        if self._log is None:
+            return
+        step, slot = sealed.differential.step, 1 - self._slot
+        try:
+            tensors = share_of_items(self._live, sealed, self.rank, {})
+            size, checksum = stage_image(
+                self._folder.copied(slot), tensors, torch.get_num_threads()
+            )
+        except StorageError as error:
+            self._give_up(str(error), owes=False)
+            return
+        with self._changed:
+            self._image = slot, ImageMark(step, size, checksum)
+            self._publish()
+
+    def trim(self, step: int) -> None:
+        """Forget records up to the step of an image that every rank holds."""
+        self._trim_step = max(self._trim_step, step)
+
+    def wait_for_base(self, step: int) -> None:
+        """Wait until the copy of a step is whole.
+
+        Raises:
+            RankLost: If the rank does not tell what it has.
+        """
+        with self._changed:
+            is_here = self._changed.wait_for(
+                lambda: self.held_step >= step or self._is_over, _PATIENCE_SECONDS
+            )
+        if not is_here or self.held_step < step:
+            raise RankLost(f"rank {self.rank} did not tell what it alone has")
+
+    # By the thread that receives.
+
+    def receive(self, receiver: Receiver) -> None:
+        """Put together what the rank sends and what is made here, until it sends no more."""
+        try:
+            while (message := receiver.receive()) is not None:
+                self._take(Note(**decode(message)))
+        except (LowDiffError, OSError, ValueError) as error:
+            if not self._is_over:
+                self._give_up(str(error), owes=False)
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _take(self, note: Note) -> None:
+        is_base = self._items is None
+        if is_base:
+            self._items = StagedItems(self._folder, note.items)
+            self._all = dict(note.items)
+        changed = decode(note.scalars)["items"]
+        self._all.update(changed)
+        assert self._items is not None
+        self._items.stage(note.step, changed)
+        is_whole = is_base or self._log is None or self._append(note)
+        with self._changed:
+            self._told_step = note.step
+            if is_whole and (self._log is None or (self.copied_step >= 0 and not self._is_broken)):
+                self.held_step = note.step
+            self._publish()
+            self._changed.notify_all()
+
+    def _append(self, note: Note) -> bool:
+        """Add a record of the step; whether it is that of its rank."""
+        sections = self._sections_of(note.step)
+        if sections is None or self._log is None:
+            return False
+        written = self._log.append(
+            RecordKind.DIFFERENTIAL,
+            note.step,
+            note.scalars,
+            [*sections, *note.sections],
+            durable_step=self._trim_step,
+            rebases=note.rebases,
+        )
+        if written is None:
+            self._give_up("there is no room for more steps before the next snapshot")
+            return False
+        if self._log.checksum != note.checksum:
+            self._give_up(
+                f"the copy of step {note.step} is not equal to what rank {self.rank} staged"
+            )
+            return False
+        return True
+
+    def _sections_of(self, step: int) -> list[Section] | None:
+        """Wait for this rank's copy of a step; None where it gave up."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_broken or self._is_over or bool(self._waiting), _PATIENCE_SECONDS
+            )
+            while self._waiting:
+                at, sections = self._waiting.popleft()
+                if at == step:
+                    return sections
+        return None
+
+    # By either.
+
+    def _publish(self) -> None:
+        """Make an image count once the items of its step are here; the lock is held."""
+        if self._image is None or self._image[1].step != self._told_step:
+            return
+        slot, mark = self._image
+        try:
+            write_items(self._folder.copied_items(slot), mark.step, self._all)
+            StatusPage(self._folder.copied_saved(slot), SavedStatus(image=mark))
+        except (OSError, StorageError) as error:
+            self._give_up(str(error), owes=False)
+            return
+        self._slot, self._image = slot, None
+        self._is_broken = self.owes_snapshot = False
+        self.copied_step = self.held_step = mark.step
+        self._changed.notify_all()
+
+    def _give_up(self, why: str, *, owes: bool = True) -> None:
+        """Keep no more steps until the next image."""
+        with self._changed:
+            is_news, self._is_broken = not self._is_broken, True
+            self.owes_snapshot = owes
+            self._waiting.clear()
+            self._changed.notify_all()
+        if is_news:
+            Code.COPY_SUSPENDED.warn(
+                f"no copy of rank {self.rank}'s steps is kept until the next full snapshot: {why}",
+                rank=self._live.rank,
+            )
+
+    def close(self, *, removes: bool) -> None:
+        """End; the folder goes where nothing of it is needed any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if removes:
+            self._folder.remove()
+        self._area.release()
+
+
+class Copies:
+    """The copies that one rank keeps and has kept.
+
+    Args:
+        live: This rank's training.
+        group: Carries what ranks send.
+        keepers: Ranks that keep copies of what this one stages.
+        wards: What this one keeps.
+        all_items: Reads all items of this rank.
+
+    Attributes:
+        replicated_step: The newest step that every rank's copies have.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        group: dist.ProcessGroup,
+        keepers: Sequence[int],
+        wards: Sequence[Ward],
+        all_items: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        self.replicated_step = -1
+        self._live = live
+        self._wards = wards
+        self._all_items = all_items
+        self._group = group
+        self._sender = Sender(group, keepers)
+        for ward in wards:
+            receiver = Receiver(group, ward.rank)
+            name = f"lowdiff-keeps-{ward.rank}"
+            threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True).start()
+
+    @property
+    def held_step(self) -> int:
+        """The newest step of which this rank holds all that it keeps; see `RankNews`."""
+        return min(ward.held_step for ward in self._wards)
+
+    @property
+    def copied_step(self) -> int:
+        """The newest step of which it holds the images."""
+        return min(ward.copied_step for ward in self._wards)
+
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether only a snapshot makes further copies of use."""
+        return any(ward.owes_snapshot for ward in self._wards)
+
+    def stage_base(self, sealed: Sealed) -> None:
+        """Tell what an incarnation begins with; its first snapshot follows."""
+        self._sender.send(encode(asdict(Note.of(sealed, 0, self._all_items()))))
+
+    def stage(self, sealed: Sealed, checksum: int) -> None:
+        """Tell what this rank alone has of a step, and keep what others store of it.
+
+        Args:
+            sealed: The step.
+            checksum: Of this rank's own record.
+        """
+        self._sender.send(encode(asdict(Note.of(sealed, checksum, {}))))
+        for ward in self._wards:
+            payload = sealed.of_peers.get(ward.rank)
+            if payload is not None:
+                ward.hold(sealed.differential.step, payload.sections)
+
+    def snapshot(self, sealed: Sealed) -> None:
+        """Make the shares of others in a snapshot."""
+        for ward in self._wards:
+            ward.stage_image(sealed)
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note what all ranks hold."""
+        self.replicated_step = max(self.replicated_step, min(news.held for news in heard))
+        least = min(news.copied for news in heard)
+        for ward in self._wards:
+            ward.trim(least)
+
+    def wait_for_base(self, step: int) -> None:
+        """Wait until what this rank keeps of a step is whole.
+
+        Raises:
+            RankLost: If a rank does not tell what it has.
+        """
+        for ward in self._wards:
+            ward.wait_for_base(step)
+
+    def figures(self) -> dict[str, Any]:
+        """Parts of ``stats()``; for any thread."""
+        return {
+            "replicated_step": self.replicated_step,
+            "copied_ranks": [ward.rank for ward in self._wards],
+            "copies_bytes_sent": self._sender.bytes_sent,
+        }
+
+    def close(self, *, removes: bool) -> None:
+        """Send and receive no more; may be repeated.
+
+        Args:
+            removes: Whether all that was kept is in the run folder of all ranks.
+        """
+        self._sender.close()
+        for ward in self._wards:
+            ward.close(removes=removes)
+        leave(self._group)
