@@ -130,6 +130,10 @@ class News:
         self._refuse_others(heard)
         return heard
 
+    def close(self) -> None:
+        """Let go of the group: it ends, and others hear of that, once nothing holds it."""
+        self._group = self._coming = None
+
     def _refuse_others(self, heard: Sequence[RankNews]) -> None:
         assert self._told is not None
         here = self._told.incarnation, self._told.step
@@ -270,6 +274,10 @@ class Agreement:
     def tell(self, news: RankNews) -> None:
         """Say how this rank stands after a step."""
         self._news.tell(news)
+
+    def close(self) -> None:
+        """Tell and hear no more."""
+        self._news.close()
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[tuple[RankNews, ...], bool]:
         """Wait, once, for what all ranks said.

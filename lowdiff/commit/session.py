@@ -301,10 +301,11 @@ class Session:
         self._hooks.remove()
 
     def detach(self) -> None:
-        """Remove the optimizer hooks and give back what gradients were exchanged with."""
+        """Remove the optimizer hooks and give back what gradients and news were exchanged with."""
         self._hooks.remove()
         self._objects.remove()
         self.recorder.reducer.close()
+        self.agreement.close()
 
     def _show(self) -> None:
         is_preempted = self.agreement.is_preempted
