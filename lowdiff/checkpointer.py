@@ -53,6 +53,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         **storage.counters.document(),
         **writer_document(storage.writer.read_status()),
         **queue.figures(),
+        **({} if opened.copies is None else opened.copies.figures()),
         "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
