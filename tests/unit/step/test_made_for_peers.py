@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK
+from lowdiff.model.watch import Seen, Watch
 from lowdiff.protocols import Compressor, Reducer
-from lowdiff.types import Payload
+from lowdiff.step import recorder
+from lowdiff.types import AverageStep, Payload, Written
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
@@ -109,3 +112,78 @@ def test_a_rank_makes_what_its_peers_record(
         for made in of_ranks:
             for owner, payload in enumerate(made):
                 assert payload == of_ranks[owner][owner]
+
+
+class Watches(Watch):
+    """This rank's watch, and one of every rank's share: what a rank with copies would look at."""
+
+    def __init__(
+        self, attached: Any, averages: Any, rank: int, world_size: int, *, mode: str
+    ) -> None:
+        super().__init__(attached, averages, rank, world_size, mode=mode)
+        self.of_ranks = [
+            Watch(attached, averages, of, world_size, mode=mode) for of in range(world_size)
+        ]
+        self.report: list[list[dict[str, bytes]]] = []
+
+    def before_step(self, optimizer: int) -> None:
+        super().before_step(optimizer)
+        for watch in self.of_ranks:
+            watch.before_step(optimizer)
+
+    def after_step(self, optimizer: int) -> None:
+        super().after_step(optimizer)
+        for watch in self.of_ranks:
+            watch.after_step(optimizer)
+
+    def at_commit(self, step: int, averages: Mapping[str, AverageStep]) -> Seen:
+        seen = super().at_commit(step, averages)
+        of_ranks = [watch.at_commit(step, averages) for watch in self.of_ranks]
+        self.report.append([*(in_bytes(of.written) for of in of_ranks), in_bytes(seen.written)])
+        return seen
+
+
+def in_bytes(written: Written) -> dict[str, bytes]:
+    parts = {"before": written.before, "after": written.after}
+    return {f"{side}/{i}": v.tobytes() for side, part in parts.items() for i, v in part.items()}
+
+
+def written(rank: int, world_size: int, folder: str) -> list[list[dict[str, bytes]]]:
+    """A pool's job: what was written to each rank's share, as this rank sees it; its own is last."""
+    ddp = wrapped(Model(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    made: list[Watches] = []
+
+    class Kept(Watches):
+        def __init__(self, *arguments: Any, mode: str) -> None:
+            super().__init__(*arguments, mode=mode)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "Watch", Kept)
+        checkpointer = lowdiff.Checkpointer(
+            f"{folder}/run", compressor=TopK(0.1), staging=f"{folder}/staging-{rank}"
+        )
+        checkpointer.attach(ddp, optimizer)
+    for step in checkpointer.steps(3):
+        ddp.zero_grad()
+        ddp(batch(step, rank, 6, 12), True).square().mean().backward()
+        for parameter in ddp.parameters():  # before the step
+            parameter.data.mul_(0.5)
+        optimizer.step()
+        for parameter in ddp.parameters():  # and after it
+            parameter.data.add_(0.01)
+    checkpointer.close()
+    return made[0].report
+
+
+def test_a_watch_of_a_peers_share_finds_the_values_that_the_peer_records(
+    pool: Pool, tmp_path: Path
+) -> None:
+    reports = pool.run(written, WORLD, str(tmp_path))
+    for of_ranks in zip(*reports, strict=True):
+        for seen in of_ranks:
+            assert seen[:WORLD] == [own[-1] for own in of_ranks]
+        sides = {key.partition("/")[0] for own in of_ranks for key in own[-1]}
+        assert sides == {"before", "after"}
+        assert all(own[-1] for own in of_ranks)
