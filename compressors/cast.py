@@ -28,7 +28,8 @@ class Cast(Settings):
     for bit. With more ranks, PyTorch's result depends on DDP's buckets, while Cast uses a
     reproducible sum, added in float32 and rounded once. Per rank and step: 2 bytes an element, sent
     twice ``(world_size - 1) / world_size`` times; ``2 / world_size`` bytes an element stored. Cast
-    has no error feedback and no residual: rounding errors are lost, as in mixed precision.
+    has no error feedback and no residual: rounding errors are lost, as in mixed precision. For each
+    peer, until the next step: ``2 / world_size`` bytes an element.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, for float16 gradients
     (scale the loss: small gradients underflow); Kalamkar et al., "A Study of BFLOAT16 for Deep

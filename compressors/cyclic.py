@@ -22,9 +22,9 @@ class CyclicTopK(SparseSettings):
     The leader of step ``t``, rank ``t mod world_size``, picks each parameter's largest entries of
     its gradient plus residual. All ranks send their values at these positions. The bytes that a
     rank receives and that all ranks together store thus do not grow with the number of ranks. Per
-    rank and
-    step: ``k`` positions of 4 bytes broadcast, ``k`` values averaged by a reproducible sum (twice
-    ``k * itemsize`` bytes sent), ``k / world_size`` entries stored, one residual kept.
+    rank and step: ``k`` positions of 4 bytes broadcast, ``k`` values averaged by a reproducible sum
+    (twice ``k * itemsize`` bytes sent), ``k / world_size`` entries stored, one residual kept. For each
+    peer, until the next step: ``k / world_size`` values.
 
     Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for
     Communication-Efficient Distributed Training", NeurIPS 2020, section 3 (CLT-k) and Algorithm 1,

@@ -29,7 +29,8 @@ class Dense(Settings):
     the last place if the world size is no power of two.) With three or more ranks, the all-reduce
     adds in an order that depends on DDP's buckets, which change after a restart. ``reproducible``
     adds in rank order instead, whatever shares a bucket, by an all-to-all and an all-gather, with
-    the bytes of a ring all-reduce.
+    the bytes of a ring all-reduce. The payload of a peer costs no memory: it consists of gradients
+    that this rank has.
 
     Reference: Yao et al., "LowDiff", arXiv 2509.04084, LowDiff+ (layer-wise reuse of gradients
     without compression). We read gradients right before the optimizer does, after unscaling and

@@ -104,9 +104,11 @@ class StoredEntries:
         """
         for i, gradient in gradients.items():
             self.foreign.pop(i, None)  # a step may be tried again behind one that was broken off
+            if not gradient.is_cpu:
+                continue
             mine = self.share(gradient.numel())
             positions = exchanged(i, mine)
-            if positions is None or not gradient.is_cpu:
+            if positions is None:
                 continue
             if has_foreign_entries(gradient[mine], positions):
                 self.foreign[i] = gradient[mine].clone()

@@ -38,7 +38,8 @@ class PowerSGD(Settings):
     it has the same bits. Sums are in rank order. Matrices of half-width parameters are multiplied
     and sent in float32. Per rank and step: ``(n + m) * matrix_rank`` values, each averaged by a
     reproducible sum, ``1 / world_size`` of them stored; one residual and Q kept. Vectors, and
-    matrices that would not shrink to half, are averaged and stored as they are.
+    matrices that would not shrink to half, are averaged and stored as they are. For each peer, until
+    the next step: its share of these, as the factors are the same on all ranks.
 
     Q is kept with the residual and survives the same failures.
 

@@ -41,7 +41,8 @@ class Quantize(Settings):
     A block has 256 elements. Every rank quantises its gradient plus residual. One all-gather per
     bucket exchanges the codes, and the ranks' values are averaged in rank order. Per rank and step:
     ``bits / 8 + 1 / 64`` bytes an element sent, ``world_size`` times as much received and held
-    until the sum is done, as much stored as sent (before coding), one residual kept.
+    until the sum is done, as much stored as sent (before coding), one residual kept. For each peer,
+    until the next step: its codes, ``1 + 1 / 64`` bytes an element, and its range of the average.
 
     Reference: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding", NeurIPS 2017, section 3.1, with a block's maximum norm in place of the 2-norm (its

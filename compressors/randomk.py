@@ -29,7 +29,8 @@ class RandomK(SparseSettings):
     drawn from ``(seed, step, parameter)`` alone: every entry has the same chance, and the positions
     are in ascending order. All ranks draw the same positions, so only values travel: per rank and
     step ``k`` values averaged by a reproducible sum (twice ``k * itemsize`` bytes sent), ``k /
-    world_size`` values stored, one residual kept.
+    world_size`` values stored, one residual kept. For each peer, until the next step: ``k /
+    world_size`` values.
 
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Definition 2.1 (rand-k) and
     Algorithm 1; shared randomness as in Vogels et al., "PowerSGD", NeurIPS 2019, appendix G

@@ -53,7 +53,6 @@ class SparseReducer:
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
-        value_dtype: torch.dtype | None = None,
     ) -> None:
         self.compressor = compressor
         self.selector = MagnitudeSelector()
@@ -62,14 +61,18 @@ class SparseReducer:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else group.size()
-        self.value_dtype = value_dtype
         self.stored = OfRanks(group, peers, partial(StoredEntries, layout))
         #: Layout index -> one entry per backward pass: the positions that the ranks exchanged
         #: (ascending per rank), and the position of the parameter's first element among them.
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
-        self.stamp = self.step = 0
+        self.stamp = 0
+
+    @property
+    def step(self) -> int:
+        """Return the step that the stamp names."""
+        return step_of(self.stamp)
 
     def begin(self, stamp: int) -> None:
         """Forget the last step's selection; see ``Reducer.begin``."""
@@ -77,7 +80,7 @@ class SparseReducer:
             stored.begin()
         self._exchanged.clear()
         self.headers.begin()
-        self.stamp, self.step = stamp, step_of(stamp)
+        self.stamp = stamp
 
     def kept(self, numel: int) -> int:
         """Return how many entries of a parameter are exchanged in this step."""
@@ -85,15 +88,6 @@ class SparseReducer:
 
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
-
-    def averaged(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Finish a bucket whose gradients now hold the average over ranks."""
-        for i, gradient in zip(parameters, gradients, strict=True):
-            if self.value_dtype is not None and self.value_dtype != gradient.dtype:
-                rounded = gradient.to(self.value_dtype)
-                gradient.copy_(rounded)
-                for stored in self.stored:
-                    stored.round(i, rounded)
 
     def remember_exchanged(self, parameter: int, seen: list[torch.Tensor], offset: int = 0) -> None:
         """Remember that entries of a parameter were exchanged.

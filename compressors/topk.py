@@ -33,6 +33,7 @@ class TopK(SparseSettings):
     Every rank selects from its own gradient plus residual. One all-gather per bucket exchanges the
     entries, which are summed in rank order. Per rank and step: ``k`` entries of 4 + itemsize bytes
     sent, ``world_size * k`` received, ``k`` entries stored, one residual of the model's size kept.
+    For each peer, until the next step: ``k`` positions of 8 bytes per backward pass, ``k`` values.
 
     Reference: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP
     2017; error feedback as in Stich et al., "Sparsified SGD with Memory", NeurIPS 2018,
@@ -74,8 +75,8 @@ class TopK(SparseSettings):
         Raises:
             UnsupportedModel: If values cannot be rounded to ``value_dtype``.
         """
-        if self._narrow is not None:
-            refuse_other_half(layout, self._narrow, f"value_dtype={self._narrow}")
+        if self.narrow is not None:
+            refuse_other_half(layout, self.narrow, f"value_dtype={self.narrow}")
         return residuals_of(layout)
 
     def bind(
@@ -86,14 +87,15 @@ class TopK(SparseSettings):
         peers: Sequence[int] = (),
     ) -> TopKReducer:
         """Make the reducer of one run."""
-        return TopKReducer(self, layout, residual, group, peers, self._narrow)
+        return TopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap."""
-        return IndexedDecoder(payloads, layout, self._narrow)
+        return IndexedDecoder(payloads, layout, self.narrow)
 
     @property
-    def _narrow(self) -> torch.dtype | None:
+    def narrow(self) -> torch.dtype | None:
+        """Return the dtype that averages are rounded to; None does not round."""
         assert not isinstance(self.value_dtype, str)
         return self.value_dtype
 
@@ -101,12 +103,14 @@ class TopK(SparseSettings):
 class TopKReducer(SparseReducer):
     """TopK bound to one run; remembers its and its peers' selections until the optimizer's step."""
 
+    compressor: TopK
+
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
         whole = all(self.kept(g.numel()) == g.numel() for g in gradients)
-        if whole and self.world_size == 1 and self.value_dtype is None:
+        if whole and self.world_size == 1 and self.compressor.narrow is None:
             # All entries are kept and no other rank exists. In models of many small parameters, the
             # calls below would cost more than the parameters' own updates.
             return completed(buffer)
@@ -133,7 +137,7 @@ class TopKReducer(SparseReducer):
             headers=self.headers,
             seen=None if self.group is None else seen,
         )
-        if self.value_dtype is None and not self.stored.peers:
+        if self.compressor.narrow is None and not self.stored.peers:
             return done
         counts = [own.numel() for own in values]
 
@@ -146,7 +150,7 @@ class TopKReducer(SparseReducer):
             averaged = future.value()
             reducer = owner.pop()
             reducer.select_of_peers(parameters, gradients, buffer, counts, seen)
-            reducer.averaged(parameters, gradients)
+            reducer.round(parameters, gradients)
             return averaged
 
         return chained(done, finish, buffer.device)
@@ -174,6 +178,16 @@ class TopKReducer(SparseReducer):
                 if own.numel() < gradient.numel():  # else the ranks divide it
                     offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
                     stored.select(i, own.long() - offset)
+
+    def round(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Round a bucket's gradients, which hold the average over ranks, if values are narrow."""
+        narrow = self.compressor.narrow
+        for i, gradient in zip(parameters, gradients, strict=True):
+            if narrow is not None and narrow != gradient.dtype:
+                rounded = gradient.to(narrow)
+                gradient.copy_(rounded)
+                for stored in self.stored:
+                    stored.round(i, rounded)
 
     def _compress(
         self, parameter: int, gradient: torch.Tensor

@@ -140,8 +140,8 @@ class Compressor(Protocol):
             layout: The parameters, in the order in which gradients are numbered.
             residual: Keeps what the reducer does not send.
             group: Process group of the ranks; None for a single process.
-            peers: Ranks of the group whose payloads this rank makes as well: the copies of them that
-                lie in its memory. Each costs memory; see docs/architecture.md.
+            peers: Other ranks of the group, whose payloads this rank makes as well. The compressors
+                say what memory each costs.
         """
         ...
 

@@ -145,8 +145,6 @@ class Ward:
 
     def stage_image(self, sealed: Sealed) -> None:
         """Make the rank's share of a snapshot of the live state."""
-        if self._log is None:
-            return
         step, slot = sealed.differential.step, 1 - self._slot
         try:
             tensors = share_of_items(self._live, sealed, self.rank, {})
@@ -204,7 +202,7 @@ class Ward:
         is_whole = is_base or self._log is None or self._append(note)
         with self._changed:
             self._told_step = note.step
-            if is_whole and (self._log is None or (self.copied_step >= 0 and not self._is_broken)):
+            if is_whole and self._log is not None and self.copied_step >= 0 and not self._is_broken:
                 self.held_step = note.step
             self._publish()
             self._changed.notify_all()

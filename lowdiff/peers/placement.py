@@ -103,7 +103,7 @@ def _of_groups(groups: int, copies: int, lost: int) -> int:
     """Count the sets of ``lost`` nodes that contain none of ``groups`` groups of ``copies`` nodes whole."""
     # Inclusion and exclusion over the groups that are lost whole.
     return sum(
-        (-1) ** whole * comb(groups, whole) * comb((groups - whole) * copies, lost - whole * copies)
+        _sign(whole) * comb(groups, whole) * comb((groups - whole) * copies, lost - whole * copies)
         for whole in range(min(groups, lost // copies) + 1)
     )
 
@@ -117,10 +117,15 @@ def _of_ring(nodes: int, copies: int, lost: int) -> int:
     # ``copies``, end at the nodes that are left. There are ``nodes`` places for the marked one, and
     # ``left`` nodes of a set that can be marked.
     runs = sum(
-        (-1) ** k * comb(left, k) * comb(lost - k * copies + left - 1, left - 1)
+        _sign(k) * comb(left, k) * comb(lost - k * copies + left - 1, left - 1)
         for k in range(min(left, lost // copies) + 1)
     )
-    return int(nodes * runs // left)
+    return nodes * runs // left
+
+
+def _sign(count: int) -> int:
+    """Return the sign of a term of inclusion and exclusion."""
+    return -1 if count % 2 else 1
 
 
 @dataclass(frozen=True, slots=True)

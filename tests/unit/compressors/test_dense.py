@@ -57,7 +57,7 @@ def test_every_rank_stores_the_whole_gradient_of_its_own_parameters() -> None:
     compressor = Dense()
     payloads = []
     for rank in range(3):
-        reducer = DenseReducer(compressor, layout, None, kept=shares_of(layout, 3)[rank])
+        reducer = DenseReducer(compressor, None, (), shares=[shares_of(layout, 3)[rank]])
         reducer.begin(1)
         reducer.consume(gradients)
         payloads.append(reducer.payload())

@@ -64,7 +64,7 @@ def test_every_node_holds_as_much_as_it_gives_away(nodes: int, copies: int) -> N
         (11, 4, 4, 0.9758),
     ],
 )
-def test_the_figures_of_the_paper(nodes: int, copies: int, lost: int, expected: float) -> None:
+def test_known_figures_come_out(nodes: int, copies: int, lost: int, expected: float) -> None:
     assert round(float(survival_probability(nodes, copies, lost)), 4) == expected
 
 

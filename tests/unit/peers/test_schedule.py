@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -172,10 +173,10 @@ def test_more_idle_time_never_leaves_more_for_the_end(job: Job) -> None:
         ({"idle": [math.inf]}, "an idle span lasts 0 seconds or more, got inf"),
     ],
 )
-def test_values_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+def test_values_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:
     job = Job([1.0], 1, 100, 80, 2, LINK, 0.9)
     with pytest.raises(ConfigError, match=message):
-        Job(**{**vars(job), **change}).chunks()  # type: ignore[arg-type]
+        Job(**{**vars(job), **change}).chunks()
 
 
 @pytest.mark.parametrize(
