@@ -253,12 +253,11 @@ class _Held:
 
 
 class StepGuard:
-    """Watches what happens to optimizers and their state outside ``optimizer.step``."""
+    """Refuses optimizers and parameters that are not those of the attached training any more."""
 
-    def __init__(self, attached: Attached, *, is_replayed: bool) -> None:
-        """Look at the optimizers for the first time; around each step only if steps are replayed."""
+    def __init__(self, attached: Attached) -> None:
+        """Look at them for the first time."""
         self._attached = attached
-        self._is_replayed = is_replayed
         self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._own = [
@@ -266,7 +265,11 @@ class StepGuard:
             for index in range(len(self._groups))
         ]
         self._known = {id(parameter) for parameter in attached.parameters}
-        self._seen = [self._look(index) for index in range(len(self._groups))]
+        #: Per optimizer: parameters of its groups that were frozen at attach.
+        self._frozen = [
+            [p for group in o.param_groups for p in group["params"] if id(p) not in self._known]
+            for o in attached.optimizers
+        ]
         #: Where each lay when its form was last compared, and in which order.
         self._places = [(p.data_ptr(), p.stride()) for p in attached.parameters]
         self._has_reordered = False
@@ -278,7 +281,7 @@ class StepGuard:
         """Check an optimizer that is about to step.
 
         Returns:
-            Whether its parameters or state were changed since they were last seen.
+            Whether its parameters or state were changed since they were last seen, if somebody asks.
 
         Raises:
             UsageError: If its groups or the form of its parameters changed, or a later hook could
@@ -296,12 +299,7 @@ class StepGuard:
             raise UsageError(
                 f"the optimizer's parameter groups changed after attach, and {_ATTACH_ANEW}"
             )
-        thawed = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in self._known
-        ]
+        thawed = [parameter for parameter in self._frozen[index] if parameter.grad is not None]
         if thawed:
             raise UsageError(
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
@@ -313,18 +311,7 @@ class StepGuard:
                 "the gradient unseen; register it before attach"
             )
         self._keep_forms(self._own[index])
-        self._refuse_other_gradients(index)
-        return self._is_replayed and self._look_again(index)
-
-    def _refuse_other_gradients(self, index: int) -> None:
-        for i in self._own[index]:
-            parameter = self._attached.parameters[i]
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                raise UsageError(
-                    f"the gradient of {self._specs[i].name!r} is {parameter.grad.dtype}, and the log "
-                    f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
-                    "train fp32 parameters under torch.autocast"
-                )
+        return False
 
     def _keep_forms(self, indices: Iterable[int]) -> None:
         """Keep parameters as they were at attach, because replay goes by that.
@@ -373,29 +360,66 @@ class StepGuard:
             )
 
     def after_step(self, index: int) -> None:
-        """Note the state that the optimizer left, in new tensors or in those it had.
-
-        Gradients are not compared: no other hook comes after `before_step`, and what the step
-        itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
+        """Look at the state that the optimizer left.
 
         Raises:
             UnsupportedOptimizer: If it keeps state that belongs to no parameter.
         """
-        if self._is_replayed:
-            self._look_again(index)
         optimizer = self._attached.optimizers[index]
         if len(optimizer.state) != self._num_entries[index]:
             refuse_foreign_state(optimizer)
             self._num_entries[index] = len(optimizer.state)
 
     def at_commit(self) -> bool:
-        """Whether anything was changed since the optimizers stepped; forgets it."""
-        changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
-        return any(changes)
+        """Whether anything was changed since the optimizers stepped, if somebody asks; forgets it."""
+        return False
 
     def keep_forms(self) -> None:
         """See `_keep_forms`: of all parameters, at the end of a step."""
         self._keep_forms(range(len(self._specs)))
+
+
+class ReplayGuard(StepGuard):
+    """Notices also what replay of an optimizer's step would not lead to: state that was changed outside it."""
+
+    def __init__(self, attached: Attached) -> None:
+        """Look at the optimizers and their state for the first time."""
+        super().__init__(attached)
+        self._seen = [self._look(index) for index in range(len(self._groups))]
+
+    def before_step(self, index: int, arguments: Sequence[Any]) -> bool:
+        """See `StepGuard`.
+
+        Raises:
+            UsageError: Also if a gradient is of another dtype than its parameter.
+        """
+        super().before_step(index, arguments)
+        self._refuse_other_gradients(index)
+        return self._look_again(index)
+
+    def _refuse_other_gradients(self, index: int) -> None:
+        for i in self._own[index]:
+            parameter = self._attached.parameters[i]
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                raise UsageError(
+                    f"the gradient of {self._specs[i].name!r} is {parameter.grad.dtype}, and the log "
+                    f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
+                    "train fp32 parameters under torch.autocast"
+                )
+
+    def after_step(self, index: int) -> None:
+        """Note the state that the optimizer left, in new tensors or in those it had.
+
+        Gradients are not compared: no other hook comes after `before_step`, and what the step
+        itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
+        """
+        self._look_again(index)
+        super().after_step(index)
+
+    def at_commit(self) -> bool:
+        """See `StepGuard`."""
+        changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
+        return any(changes)
 
     def _look_again(self, index: int) -> bool:
         """Whether a parameter or state was written or replaced since the last look."""
