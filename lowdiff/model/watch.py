@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from lowdiff.core.digest import Looker, in_order, join
 from lowdiff.core.events import Code
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
-from lowdiff.model.binding import Attached
+from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
@@ -424,7 +423,7 @@ class ReplayGuard(StepGuard):
     def _look_again(self, index: int) -> bool:
         """Whether a parameter or state was written or replaced since the last look."""
         seen = self._seen[index]
-        if not _are_same(self._objects(index), seen.objects):
+        if not are_same(self._objects(index), seen.objects):
             self._seen[index] = self._look(index)  # what was replaced is freed by this
             return True
         versions = [tensor._version for tensor in seen.tensors]
@@ -451,11 +450,6 @@ class ReplayGuard(StepGuard):
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; ``==`` would compare the elements of tensors."""
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 class AttachedObjects:
@@ -501,7 +495,7 @@ class AttachedObjects:
         self._check_model()
 
     def _check_model(self) -> None:
-        if not _are_same([*chain.from_iterable(self._views)], self._seen):
+        if not are_same([*chain.from_iterable(self._views)], self._seen):
             self._look_closely()
 
     def _look(self) -> None:
