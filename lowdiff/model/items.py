@@ -43,11 +43,24 @@ class FrozenSamples:
     def __init__(self) -> None:
         #: By name: some elements, in the parameter's memory, and a copy of them.
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Where those of the last `note_all` were.
+        self._places: list[tuple[int, tuple[int, ...]]] = []
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter is being read whole."""
         live = _sampled(parameter)
         self._pairs[name] = live, live.clone()
+
+    def note_all(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """All of the parameters are noted, as every time, and most lie where they did the time before."""
+        places = [(p.data_ptr(), p.stride()) for p in parameters.values()]
+        if places != self._places:
+            self._places = places
+            for name, parameter in parameters.items():
+                self.note(name, parameter)
+        elif places:
+            pairs = [self._pairs[name] for name in parameters]
+            torch._foreach_copy_([seen for _, seen in pairs], [live for live, _ in pairs])
 
     def have_moved(self, names: Iterable[str]) -> bool:
         """Whether any of these is not as it was noted; their memory must be where it was."""
