@@ -41,20 +41,21 @@ class Parts:
         self._walk()
 
     def _walk(self) -> None:
-        self._named = [
-            (own_name(f"{prefix}.") if prefix else "", part)
-            for prefix, part in self._module.named_modules()
-        ]
+        named = list(self._module.named_modules())
         # These follow their dicts, and asking them for all costs little.
-        self._children = [part._modules.values() for _, part in self._named]
+        self._children = [part._modules.values() for _, part in named]
+        self._buffers = [
+            (own_name(f"{prefix}.") if prefix else "", part, part._buffers.items())
+            for prefix, part in named
+        ]
         self._seen = [*chain.from_iterable(self._children)]
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
         """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
         if not are_same([*chain.from_iterable(self._children)], self._seen):
             self._walk()
-        for path, part in self._named:
-            for key, buffer in part._buffers.items():
+        for path, part, buffers in self._buffers:
+            for key, buffer in buffers:
                 yield BUFFER_ITEM + path + key, buffer, part, key
 
 

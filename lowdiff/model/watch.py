@@ -492,9 +492,6 @@ class AttachedObjects:
         self.has_refused = False
         if self._foreign is not None:
             self._refuse(self._foreign)
-        self._check_model()
-
-    def _check_model(self) -> None:
         if not are_same([*chain.from_iterable(self._views)], self._seen):
             self._look_closely()
 
@@ -503,6 +500,7 @@ class AttachedObjects:
         parts = list(self._attached.model.modules())
         # These follow their dicts, and asking them for all costs little.
         self._views = [d.values() for part in parts for d in (part._parameters, part._modules)]
+        self._filled = [view for view in self._views if view]
         self._seen = [*chain.from_iterable(self._views)]
 
     def _refuse(self, what: str) -> NoReturn:
@@ -536,8 +534,9 @@ class AttachedObjects:
         if id(optimizer) in self._own:
             self._stepping = [optimizer]  # those around it, as SAM and Lookahead are, lead to it
             # Not only at commit: DDP leaves gradients as they are where a parameter is missing, which
-            # would be said instead.
-            self._check_model()
+            # would be said instead. What is put in where there was nothing can wait.
+            if not are_same([*chain.from_iterable(self._filled)], self._seen):
+                self._look_closely()
         elif self._held_by(optimizer) is not None:
             self._stepping.append(optimizer)
 
