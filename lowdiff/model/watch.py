@@ -322,11 +322,12 @@ class StepGuard:
             UsageError: If the dtype, shape or device of one changed.
             UnsupportedModel: If one was put into the memory of another.
         """
-        has_moved = False
-        for i in indices:
-            parameter, spec = self._attached.parameters[i], self._specs[i]
-            if (parameter.data_ptr(), parameter.stride()) == self._places[i]:
-                continue
+        parameters, places = self._attached.parameters, self._places
+        moved = [
+            i for i in indices if (parameters[i].data_ptr(), parameters[i].stride()) != places[i]
+        ]
+        for i in moved:
+            parameter, spec = parameters[i], self._specs[i]
             was = torch_dtype(spec.dtype), spec.shape, self._device
             now = parameter.dtype, tuple(parameter.shape), parameter.device
             if now != was:
@@ -340,9 +341,8 @@ class StepGuard:
             sizes = zip(spec.shape, spec.strides, parameter.stride(), strict=True)
             if any(size > 1 and old != new for size, old, new in sizes):
                 self._reorder(parameter, spec)
-            self._places[i] = parameter.data_ptr(), parameter.stride()
-            has_moved = True
-        if has_moved:
+            places[i] = parameter.data_ptr(), parameter.stride()
+        if moved:
             pairs = zip(self._specs, self._attached.parameters, strict=True)
             refuse_shared_memory({spec.name: parameter for spec, parameter in pairs})
 
