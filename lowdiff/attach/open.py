@@ -70,7 +70,7 @@ from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import hook_of
-from lowdiff.step.gradients import Gradients, Scaling
+from lowdiff.step.gradients import Gradients, RecordedGradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
@@ -509,10 +509,11 @@ def _recorder(
     reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group, peers)
     hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
     is_replayed = settings.strategy != "survivors"
+    recorded = RecordedGradients(attached, hook, reducer, scaling, live.residual)
     return Recorder(
         live,
         reducer,
-        Gradients(attached, reducer, hook),
+        recorded if is_replayed else Gradients(attached, hook),
         scaling,
         Proofs(attached, fence, ranks, is_replayed=is_replayed),
         watches=settings.watch if is_replayed else "",

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
 from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
 from lowdiff.types import Differential
 
+_place, _written = torch.Tensor.data_ptr, attrgetter("_version")
 #: Parameters of which a few elements are compared.
 _NUM_SAMPLED = 16
 
@@ -173,8 +176,7 @@ class Standby:
 
     def _note_live(self) -> None:
         self._seen = self._look()
-        for parameter in self._sampled:
-            self._samples.note(str(id(parameter)), parameter)
+        self._samples.note_all({str(id(parameter)): parameter for parameter in self._sampled})
 
     def _put(self, record: Differential) -> int:
         if self._items is None or self._is_failing:
@@ -194,18 +196,22 @@ class Standby:
                 MappedFile(folder.guest(rank), self._image_bytes)
         self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
 
-    def _look(self) -> list[tuple[int, int]]:
-        """Return the place of every tensor that is saved, and how often it was written."""
+    def _look(self) -> list[object]:
+        """Return the place of every tensor that is saved, how often it was written, and all else in optimizers."""
         live = self._live
-        states = (entry for o in live.attached.optimizers for entry in list(o.state.values()))
-        values = (value for entry in states for value in list(entry.values()))
-        averages = (own for own in live.averages.named_tensors().values())
-        tensors = chain(
-            live.attached.parameters,
-            (value for value in values if isinstance(value, torch.Tensor)),
-            chain.from_iterable(own.values() for own in averages),
-        )
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        values: list[Any] = []
+        for optimizer in live.attached.optimizers:
+            for entry in list(optimizer.state.values()):
+                values += entry.values()
+        averages = live.averages.named_tensors().values()
+        tensors = [
+            *live.attached.parameters,
+            *(value for value in values if isinstance(value, torch.Tensor)),
+            *chain.from_iterable(own.values() for own in averages),
+        ]
+        others = (value for value in values if not isinstance(value, torch.Tensor))
+        plain = (value if isinstance(value, int | float) else id(value) for value in others)
+        return [*map(_place, tensors), *map(_written, tensors), *plain]
 
     def all_items(self) -> dict[str, bytes]:
         """Return every item as it is now, but frozen parameters that all snapshots share."""

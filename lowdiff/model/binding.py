@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +29,41 @@ _TRANSPARENT = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightnin
 Slot: TypeAlias = "tuple[torch.nn.Module, str]"
 
 
+class Parts:
+    """The modules of a model, walked through again only once one was replaced, put in or taken out.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._walk()
+
+    def _walk(self) -> None:
+        named = list(self._module.named_modules())
+        # These follow their dicts, and asking them for all costs little.
+        self._children = [part._modules.values() for _, part in named]
+        self._buffers = [
+            (own_name(f"{prefix}.") if prefix else "", part, part._buffers.items())
+            for prefix, part in named
+        ]
+        self._seen = [*chain.from_iterable(self._children)]
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
+        """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
+        if not are_same([*chain.from_iterable(self._children)], self._seen):
+            self._walk()
+        for path, part, buffers in self._buffers:
+            for key, buffer in buffers:
+                yield BUFFER_ITEM + path + key, buffer, part, key
+
+
+def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; ``==`` would compare the elements of tensors."""
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
     """The attached model and optimizers, described.
@@ -34,6 +71,7 @@ class Attached:
     Attributes:
         model: As given, perhaps wrapped in DDP.
         module: The model inside the wrappers.
+        parts: Its modules.
         optimizers: As given.
         layout: Trainable parameters that an optimizer owns.
         parameters: In layout order.
@@ -48,6 +86,7 @@ class Attached:
 
     model: torch.nn.Module
     module: torch.nn.Module
+    parts: Parts
     optimizers: tuple[torch.optim.Optimizer, ...]
     layout: Layout
     parameters: tuple[torch.nn.Parameter, ...]
@@ -69,7 +108,7 @@ class Attached:
         They are looked up anew, because models may assign new ones. Each is an item of its own, also
         where two names hold one tensor: either may be given another.
         """
-        found = {n: buffer for n, buffer, _, _ in _buffers(self.module) if buffer is not None}
+        found = {n: buffer for n, buffer, _, _ in self.parts.buffers() if buffer is not None}
         return found | {name: p.detach() for name, p in self.frozen_parameters().items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -85,7 +124,7 @@ class Attached:
 
     def buffer_slots(self) -> dict[str, Slot]:
         """Item name -> module and attribute of every buffer, whether it holds a tensor or None."""
-        return {name: (owner, key) for name, _, owner, key in _buffers(self.module)}
+        return {name: (owner, key) for name, _, owner, key in self.parts.buffers()}
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent or owned by another optimizer."""
@@ -168,6 +207,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     return Attached(
         model=model,
         module=module,
+        parts=Parts(module),
         optimizers=tuple(optimizers),
         layout=layout,
         parameters=tuple(trained.values()),
@@ -199,15 +239,6 @@ def _divided(
         refuse_foreign_state(optimizer)
         _refuse_master_copies(optimizer, name_of)
     return owner_of, specs
-
-
-def _buffers(
-    module: torch.nn.Module,
-) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
-    """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
-    for prefix, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            yield BUFFER_ITEM + own_name(f"{prefix}.{key}" if prefix else key), buffer, part, key
 
 
 def _frozen_slots(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict[str, Slot]:

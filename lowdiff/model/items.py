@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -41,11 +43,24 @@ class FrozenSamples:
     def __init__(self) -> None:
         #: By name: some elements, in the parameter's memory, and a copy of them.
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Where those of the last `note_all` were.
+        self._places: list[tuple[int, tuple[int, ...]]] = []
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter is being read whole."""
         live = _sampled(parameter)
         self._pairs[name] = live, live.clone()
+
+    def note_all(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """All of the parameters are noted, as every time, and most lie where they did the time before."""
+        places = [(p.data_ptr(), p.stride()) for p in parameters.values()]
+        if places != self._places:
+            self._places = places
+            for name, parameter in parameters.items():
+                self.note(name, parameter)
+        elif places:
+            pairs = [self._pairs[name] for name in parameters]
+            torch._foreach_copy_([seen for _, seen in pairs], [live for live, _ in pairs])
 
     def have_moved(self, names: Iterable[str]) -> bool:
         """Whether any of these is not as it was noted; their memory must be where it was."""
@@ -71,7 +86,7 @@ def _sampled(parameter: torch.Tensor) -> torch.Tensor:
 #: Prefix of the name of a buffer that held a tensor once and is None now.
 ABSENT_ITEM = "absent/"
 _ABSENT = encode(None)
-_PYTHON_RNG = RNG_ITEM + "python"
+_PYTHON_RNG, _NUMPY_RNG = RNG_ITEM + "python", RNG_ITEM + "numpy"
 #: An item of more than this in one step is named to the user.
 LARGE_ITEM_BYTES = 1 << 20
 #: Tensors in stateful objects from this size on are logged apart, and only when they changed.
@@ -100,7 +115,7 @@ def random_generators(
     """Item name -> what reads and what sets each global random generator."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         _PYTHON_RNG: (random.getstate, random.setstate),
-        RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
+        _NUMPY_RNG: (lambda: np.random.get_state(legacy=False), np.random.set_state),
         RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
     }
     if device.type == "cuda":
@@ -124,6 +139,31 @@ def is_unmoved(before: Any, now: Any) -> bool:
         return torch.equal(before, now)
     # Python's is a tuple of numbers, NumPy's a dict that depends on its bit generator.
     return bool(before == now) if isinstance(now, tuple) else same(before, now)
+
+
+#: NumPy before 1.24 has one global generator for life, and no function that returns it.
+_numpy_generator: Callable[[], Any] = getattr(np.random, "get_bit_generator", lambda: None)
+
+
+def _numpy_words() -> bytes | None:
+    """NumPy's global generator as it lies in memory, if that is a Mersenne twister: key and position.
+
+    Asking for its state takes a tenth of a millisecond, because NumPy makes 624 numbers one by one.
+    """
+    generator = _numpy_generator()
+    if type(generator) is not np.random.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 4 * 625)
+
+
+def _tell_all(words: bytes | None, state: Mapping[str, Any]) -> bool:
+    """Whether equal words mean an equal state: NumPy may keep a normal number that it has drawn already."""
+    twister = state["state"]
+    return (
+        words is not None
+        and not state["has_gauss"]
+        and words == twister["key"].tobytes() + int(twister["pos"]).to_bytes(4, sys.byteorder)
+    )
 
 
 class ItemTracker:
@@ -151,6 +191,8 @@ class ItemTracker:
         self._committed: dict[str, bytes] = {}
         #: Item name of a generator -> its state, and the same encoded.
         self._seen_random: dict[str, tuple[Any, bytes]] = {}
+        #: NumPy's generator in memory, while that tells its state; else None.
+        self._seen_words: bytes | None = None
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
         self._trusts_versions = True
@@ -197,10 +239,16 @@ class ItemTracker:
 
     def _generator(self, name: str) -> bytes:
         """The state of a random generator now."""
-        raw, seen = self._random[name][0](), self._seen_random.get(name)
+        seen = self._seen_random.get(name)
+        words = _numpy_words() if name == _NUMPY_RNG else None
+        if seen is not None and words is not None and words == self._seen_words:
+            return seen[1]
+        raw = self._random[name][0]()
         # Generators seldom move, and comparing is cheaper than encoding so many numbers.
         if seen is None or not is_unmoved(seen[0], raw):
             seen = self._seen_random[name] = raw, encode(raw, name=name)
+        if name == _NUMPY_RNG:
+            self._seen_words = words if _tell_all(words, raw) else None
         return seen[1]
 
     def _outlines(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from lowdiff.core.digest import Looker, in_order, join
 from lowdiff.core.events import Code
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
-from lowdiff.model.binding import Attached
+from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
@@ -253,12 +252,11 @@ class _Held:
 
 
 class StepGuard:
-    """Watches what happens to optimizers and their state outside ``optimizer.step``."""
+    """Refuses optimizers and parameters that are not those of the attached training any more."""
 
-    def __init__(self, attached: Attached, *, is_replayed: bool) -> None:
-        """Look at the optimizers for the first time; around each step only if steps are replayed."""
+    def __init__(self, attached: Attached) -> None:
+        """Look at them for the first time."""
         self._attached = attached
-        self._is_replayed = is_replayed
         self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._own = [
@@ -266,7 +264,11 @@ class StepGuard:
             for index in range(len(self._groups))
         ]
         self._known = {id(parameter) for parameter in attached.parameters}
-        self._seen = [self._look(index) for index in range(len(self._groups))]
+        #: Per optimizer: parameters of its groups that were frozen at attach.
+        self._frozen = [
+            [p for group in o.param_groups for p in group["params"] if id(p) not in self._known]
+            for o in attached.optimizers
+        ]
         #: Where each lay when its form was last compared, and in which order.
         self._places = [(p.data_ptr(), p.stride()) for p in attached.parameters]
         self._has_reordered = False
@@ -278,7 +280,7 @@ class StepGuard:
         """Check an optimizer that is about to step.
 
         Returns:
-            Whether its parameters or state were changed since they were last seen.
+            Whether its parameters or state were changed since they were last seen, if somebody asks.
 
         Raises:
             UsageError: If its groups or the form of its parameters changed, or a later hook could
@@ -296,12 +298,7 @@ class StepGuard:
             raise UsageError(
                 f"the optimizer's parameter groups changed after attach, and {_ATTACH_ANEW}"
             )
-        thawed = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in self._known
-        ]
+        thawed = [parameter for parameter in self._frozen[index] if parameter.grad is not None]
         if thawed:
             raise UsageError(
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
@@ -313,18 +310,7 @@ class StepGuard:
                 "the gradient unseen; register it before attach"
             )
         self._keep_forms(self._own[index])
-        self._refuse_other_gradients(index)
-        return self._is_replayed and self._look_again(index)
-
-    def _refuse_other_gradients(self, index: int) -> None:
-        for i in self._own[index]:
-            parameter = self._attached.parameters[i]
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                raise UsageError(
-                    f"the gradient of {self._specs[i].name!r} is {parameter.grad.dtype}, and the log "
-                    f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
-                    "train fp32 parameters under torch.autocast"
-                )
+        return False
 
     def _keep_forms(self, indices: Iterable[int]) -> None:
         """Keep parameters as they were at attach, because replay goes by that.
@@ -336,11 +322,12 @@ class StepGuard:
             UsageError: If the dtype, shape or device of one changed.
             UnsupportedModel: If one was put into the memory of another.
         """
-        has_moved = False
-        for i in indices:
-            parameter, spec = self._attached.parameters[i], self._specs[i]
-            if (parameter.data_ptr(), parameter.stride()) == self._places[i]:
-                continue
+        parameters, places = self._attached.parameters, self._places
+        moved = [
+            i for i in indices if (parameters[i].data_ptr(), parameters[i].stride()) != places[i]
+        ]
+        for i in moved:
+            parameter, spec = parameters[i], self._specs[i]
             was = torch_dtype(spec.dtype), spec.shape, self._device
             now = parameter.dtype, tuple(parameter.shape), parameter.device
             if now != was:
@@ -354,9 +341,8 @@ class StepGuard:
             sizes = zip(spec.shape, spec.strides, parameter.stride(), strict=True)
             if any(size > 1 and old != new for size, old, new in sizes):
                 self._reorder(parameter, spec)
-            self._places[i] = parameter.data_ptr(), parameter.stride()
-            has_moved = True
-        if has_moved:
+            places[i] = parameter.data_ptr(), parameter.stride()
+        if moved:
             pairs = zip(self._specs, self._attached.parameters, strict=True)
             refuse_shared_memory({spec.name: parameter for spec, parameter in pairs})
 
@@ -373,34 +359,71 @@ class StepGuard:
             )
 
     def after_step(self, index: int) -> None:
-        """Note the state that the optimizer left, in new tensors or in those it had.
-
-        Gradients are not compared: no other hook comes after `before_step`, and what the step
-        itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
+        """Look at the state that the optimizer left.
 
         Raises:
             UnsupportedOptimizer: If it keeps state that belongs to no parameter.
         """
-        if self._is_replayed:
-            self._look_again(index)
         optimizer = self._attached.optimizers[index]
         if len(optimizer.state) != self._num_entries[index]:
             refuse_foreign_state(optimizer)
             self._num_entries[index] = len(optimizer.state)
 
     def at_commit(self) -> bool:
-        """Whether anything was changed since the optimizers stepped; forgets it."""
-        changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
-        return any(changes)
+        """Whether anything was changed since the optimizers stepped, if somebody asks; forgets it."""
+        return False
 
     def keep_forms(self) -> None:
         """See `_keep_forms`: of all parameters, at the end of a step."""
         self._keep_forms(range(len(self._specs)))
 
+
+class ReplayGuard(StepGuard):
+    """Notices also what replay of an optimizer's step would not lead to: state that was changed outside it."""
+
+    def __init__(self, attached: Attached) -> None:
+        """Look at the optimizers and their state for the first time."""
+        super().__init__(attached)
+        self._seen = [self._look(index) for index in range(len(self._groups))]
+
+    def before_step(self, index: int, arguments: Sequence[Any]) -> bool:
+        """See `StepGuard`.
+
+        Raises:
+            UsageError: Also if a gradient is of another dtype than its parameter.
+        """
+        super().before_step(index, arguments)
+        self._refuse_other_gradients(index)
+        return self._look_again(index)
+
+    def _refuse_other_gradients(self, index: int) -> None:
+        for i in self._own[index]:
+            parameter = self._attached.parameters[i]
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                raise UsageError(
+                    f"the gradient of {self._specs[i].name!r} is {parameter.grad.dtype}, and the log "
+                    f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
+                    "train fp32 parameters under torch.autocast"
+                )
+
+    def after_step(self, index: int) -> None:
+        """Note the state that the optimizer left, in new tensors or in those it had.
+
+        Gradients are not compared: no other hook comes after `before_step`, and what the step
+        itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
+        """
+        self._look_again(index)
+        super().after_step(index)
+
+    def at_commit(self) -> bool:
+        """See `StepGuard`."""
+        changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
+        return any(changes)
+
     def _look_again(self, index: int) -> bool:
         """Whether a parameter or state was written or replaced since the last look."""
         seen = self._seen[index]
-        if not _are_same(self._objects(index), seen.objects):
+        if not are_same(self._objects(index), seen.objects):
             self._seen[index] = self._look(index)  # what was replaced is freed by this
             return True
         versions = [tensor._version for tensor in seen.tensors]
@@ -427,11 +450,6 @@ class StepGuard:
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; ``==`` would compare the elements of tensors."""
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 class AttachedObjects:
@@ -474,10 +492,7 @@ class AttachedObjects:
         self.has_refused = False
         if self._foreign is not None:
             self._refuse(self._foreign)
-        self._check_model()
-
-    def _check_model(self) -> None:
-        if not _are_same([*chain.from_iterable(self._views)], self._seen):
+        if not are_same([*chain.from_iterable(self._views)], self._seen):
             self._look_closely()
 
     def _look(self) -> None:
@@ -485,6 +500,7 @@ class AttachedObjects:
         parts = list(self._attached.model.modules())
         # These follow their dicts, and asking them for all costs little.
         self._views = [d.values() for part in parts for d in (part._parameters, part._modules)]
+        self._filled = [view for view in self._views if view]
         self._seen = [*chain.from_iterable(self._views)]
 
     def _refuse(self, what: str) -> NoReturn:
@@ -518,8 +534,9 @@ class AttachedObjects:
         if id(optimizer) in self._own:
             self._stepping = [optimizer]  # those around it, as SAM and Lookahead are, lead to it
             # Not only at commit: DDP leaves gradients as they are where a parameter is missing, which
-            # would be said instead.
-            self._check_model()
+            # would be said instead. What is put in where there was nothing can wait.
+            if not are_same([*chain.from_iterable(self._filled)], self._seen):
+                self._look_closely()
         elif self._held_by(optimizer) is not None:
             self._stepping.append(optimizer)
 

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
+from lowdiff.types import OptimizerStep
 
 
 class Gradients:
-    """The gradients of one rank, as its optimizers find them.
+    """The gradients of one rank, as its optimizers find them; nobody records what they consume.
 
     Args:
         attached: Model and optimizers.
-        reducer: Compresses gradients in place where there is no communication hook.
         hook: Knows what DDP has averaged; None where there is one rank only.
     """
 
-    def __init__(self, attached: Attached, reducer: Reducer, hook: HookState | None) -> None:
+    def __init__(self, attached: Attached, hook: HookState | None) -> None:
         self._attached = attached
-        self._reducer = reducer
         self._hook = hook
         #: Layout index -> gradient that the last body left, in which no optimizer stepped.
         self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -38,40 +38,26 @@ class Gradients:
         """Remember the gradients that a step leaves in which no optimizer stepped."""
         self._kept = {} if has_stepped else self._attached.kept_gradients()
 
-    def take(self, optimizer: int, step: int) -> list[torch.Tensor | None]:
-        """Flat gradients that an optimizer is about to consume, in layout order.
+    def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
+        """Read what an optimizer is about to consume.
 
         Args:
             optimizer: Index of the optimizer.
             step: Number of the step, for errors.
+            done: What it consumes beside gradients.
 
         Returns:
-            None where a gradient is absent, or belongs to another optimizer.
+            Its parameters that have no gradient, as layout indices; none where nobody records them.
 
         Raises:
-            UsageError: If ranks have not averaged them.
+            UsageError: If ranks have not averaged the gradients.
         """
         self._tell_of_kept(optimizer, step)
-        gradients = self._attached.gradients(optimizer)
         if self._hook is not None:
+            owned = zip(self._attached.parameters, self._attached.owner, strict=True)
+            gradients = [p.grad if owner == optimizer else None for p, owner in owned]
             self._refuse_not_averaged(self._hook, gradients, step)
-        return gradients
-
-    def compress_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Compress what backward left, without DDP and its communication hook."""
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            self._reducer.reduce([i], [gradient], gradient).wait()
-            live = self._attached.parameters[i].grad
-            assert live is not None
-            if live.data_ptr() != gradient.data_ptr():
-                spec = self._attached.layout.parameters[i]
-                made = gradient.as_strided(spec.shape, spec.strides)
-                if is_whole(live):
-                    live.copy_(made)
-                else:  # an expanded gradient has no memory for each element
-                    self._attached.parameters[i].grad = made
+        return []
 
     def _refuse_not_averaged(
         self, hook: HookState, gradients: Sequence[torch.Tensor | None], step: int
@@ -108,6 +94,65 @@ class Gradients:
                 "passes of an optimizer step between two commits, or clear what a skipped step "
                 "leaves with optimizer.zero_grad(). This is said once",
             )
+
+
+class RecordedGradients(Gradients):
+    """Gradients that a compressor takes in before an optimizer consumes them.
+
+    Args:
+        attached: Model and optimizers.
+        hook: See `Gradients`.
+        reducer: Compresses them, also in place where there is no communication hook.
+        scaling: Knows what multiplied them since their exchange.
+        residual: Settled where they are consumed.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        hook: HookState | None,
+        reducer: Reducer,
+        scaling: Scaling,
+        residual: RotatingResidual,
+    ) -> None:
+        super().__init__(attached, hook)
+        self._reducer = reducer
+        self._scaling = scaling
+        self._residual = residual
+
+    def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
+        """See `Gradients.consume`."""
+        self._tell_of_kept(optimizer, step)
+        gradients = self._attached.gradients(optimizer)
+        if self._hook is not None:
+            self._refuse_not_averaged(self._hook, gradients, step)
+        if self._attached.ddp is None:
+            # Only a fused optimizer that unscales by itself still gets them scaled.
+            self._scaling.exchanged_at(done.grad_scale or 1.0)
+            self._compress_in_place(gradients)
+            self._reducer.consume(gradients)
+        else:
+            self._reducer.consume(gradients, factors=self._scaling.factors)
+        if not done.found_inf:
+            self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
+        owned = (i for i, owner in enumerate(self._attached.owner) if owner == optimizer)
+        return [i for i in owned if gradients[i] is None]
+
+    def _compress_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compress what backward left, without DDP and its communication hook."""
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self._reducer.reduce([i], [gradient], gradient).wait()
+            live = self._attached.parameters[i].grad
+            assert live is not None
+            if live.data_ptr() != gradient.data_ptr():
+                spec = self._attached.layout.parameters[i]
+                made = gradient.as_strided(spec.shape, spec.strides)
+                if is_whole(live):
+                    live.copy_(made)
+                else:  # an expanded gradient has no memory for each element
+                    self._attached.parameters[i].grad = made
 
 
 class Scaling:

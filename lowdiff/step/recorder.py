@@ -14,7 +14,7 @@ from lowdiff.compressors.exchange import stamp_of
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import hyper_parameters
 from lowdiff.model.tracked import Live
-from lowdiff.model.watch import StepGuard, Watch
+from lowdiff.model.watch import ReplayGuard, StepGuard, Watch
 from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
@@ -31,7 +31,7 @@ class Recorder:
     Args:
         live: The training.
         reducer: Reads gradients before an optimizer consumes them.
-        gradients: Finds them, and refuses what ranks have not averaged.
+        gradients: Reads them, and refuses what ranks have not averaged.
         scaling: Knows what multiplied gradients since their exchange.
         proofs: Prove steps of registered optimizers.
         watches: What to look at; see `Watch`.
@@ -45,7 +45,7 @@ class Recorder:
         step: The step under way.
         reducer: The same as the argument.
         scaling: The same.
-        guard: Notices writes to optimizers and their state.
+        guard: Refuses other optimizers than the attached ones; notices writes to their state, if steps are replayed.
         watch: Notices writes to parameters.
         proofs: Replay steps of registered optimizers.
     """
@@ -74,7 +74,7 @@ class Recorder:
         specs = enumerate(live.attached.specs)
         #: Optimizers that do more than work element by element.
         self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
-        self.guard = StepGuard(live.attached, is_replayed=is_replayed)
+        self.guard = ReplayGuard(live.attached) if is_replayed else StepGuard(live.attached)
         self.watch = Watch(
             live.attached,
             live.averages.named_tensors(),
@@ -159,14 +159,12 @@ class Recorder:
             UsageError: If the gradients, or the optimizer, are not what a run records.
             UnsupportedOptimizer: If it is called with a closure.
         """
-        step, attached = self.step, self._live.attached
-        optimizer = attached.optimizers[index]
+        step, optimizer = self.step, self._live.attached.optimizers[index]
         # The optimizer holds a reference to itself in front of the caller's arguments.
         given = [argument for argument in arguments if argument is not optimizer]
         if self.guard.before_step(index, given) or self._live.averages.before_step(index):
             step.changes.add(Change.OUTSIDE)
         self.watch.before_step(index)
-        gradients = self._gradients.take(index, step.number)
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         done = OptimizerStep(
             stepped=True,
@@ -176,19 +174,7 @@ class Recorder:
         )
         if done.found_inf and _keeps_unwritten_memory(optimizer):
             step.changes.add(Change.UNWRITTEN_STATE)
-        if not self._is_replayed:
-            pass  # nobody reads gradients, and DDP's hook has averaged them where there are several ranks
-        elif attached.ddp is None:
-            # Only a fused optimizer that unscales by itself still gets them scaled.
-            self.scaling.exchanged_at(done.grad_scale or 1.0)
-            self._gradients.compress_in_place(gradients)
-            self.reducer.consume(gradients)
-        else:
-            self.reducer.consume(gradients, factors=self.scaling.factors)
-        if not done.found_inf:
-            self._live.residual.settle({i for i, g in enumerate(gradients) if g is not None})
-        owned = (i for i, owner in enumerate(attached.owner) if owner == index)
-        step.consume(index, done, [i for i in owned if gradients[i] is None])
+        step.consume(index, done, self._gradients.consume(index, step.number, done))
         self.proofs.before_step(index, step.number, done)
         is_loggable = step.calls <= self._most_calls
         if not is_loggable:

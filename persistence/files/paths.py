@@ -46,6 +46,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from lowdiff.errors import ConfigError
@@ -158,7 +159,13 @@ class _File:
         self._name = name
 
     def __get__(self, folder: RunFolder | StagingFolder, owner: object = None) -> Path:
-        return folder.root / self._name
+        return _within(folder.root, self._name)
+
+
+@lru_cache(maxsize=1024)
+def _within(root: Path, name: str) -> Path:
+    """Return a path in a folder, made once: each step asks for some."""
+    return root / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +394,7 @@ class StagingFolder:
 
     def items(self, slot: int) -> Path:
         """Return the path of one of the files of a rank's items."""
-        return self.root / f"items-{slot}"
+        return _within(self.root, f"items-{slot}")
 
     def copied(self, slot: int) -> Path:
         """Return the path of the image of a copy's share of a snapshot; two take turns."""

@@ -38,7 +38,18 @@ def optimizer_state(loop: Loop) -> None:
         state["exp_avg"].zero_()
 
 
-WRITES: list[Callable[[Loop], None]] = [in_place, through_data, replaced, optimizer_state]
+def number_in_state(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["of_the_users"] = 1
+
+
+WRITES: list[Callable[[Loop], None]] = [
+    in_place,
+    through_data,
+    replaced,
+    optimizer_state,
+    number_in_state,
+]
 
 
 @pytest.mark.parametrize("write", WRITES)
