@@ -268,6 +268,14 @@ class RunFolder:
             yield path
 
 
+def parse_staging_name(name: str) -> tuple[int, int, int | None]:
+    """Return incarnation, rank and keeper of a staging folder's name."""
+    match = _COPY_NAME.fullmatch(name) or _STAGING_NAME.fullmatch(name)
+    assert match is not None
+    incarnation, rank, *keeper = map(int, match.groups())
+    return incarnation, rank, keeper[0] if keeper else None
+
+
 @dataclass(frozen=True, slots=True)
 class StagingFolder:
     """Paths inside one rank's staging folder of one incarnation.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.persistence.files.detached_process import ProcessSettings
+from lowdiff.persistence.files.paths import parse_staging_name
 from lowdiff.persistence.format.framing import FileHeader, FileKind
 from lowdiff.types import Retention
 
@@ -54,7 +55,8 @@ class WriterSettings(ProcessSettings):
     @property
     def ranks_to_adopt(self) -> frozenset[int]:
         """Return the ranks whose logs this writer makes durable besides its own, adopted or not."""
-        return frozenset(int(name.rpartition("r")[2]) for name in self.adopts)
+        stages = map(parse_staging_name, self.adopts)
+        return frozenset(rank for _, rank, keeper in stages if keeper is None)
 
     @property
     def segment_bytes(self) -> int:
