@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.standby import Standby
@@ -70,11 +69,6 @@ class Staging:
     def item_sums(self) -> tuple[int, int, int]:
         """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
         return (0, 0, 0) if self._standby is None else self._standby.sums
-
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks said after the step that was staged last."""
-        if self._standby is not None:
-            self._standby.hear(heard)
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of a step, however far the live ones have moved since; None if not kept.

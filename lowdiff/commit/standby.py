@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lowdiff.commit.agreement import RankNews
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.items import FrozenSamples
@@ -27,7 +26,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
-from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
+from lowdiff.recovery.replica.inheritance import ItemSums
 from lowdiff.types import Differential
 
 #: An item of more bytes that has not changed for some steps is not written again.
@@ -73,7 +72,7 @@ class Standby:
         self._live = live
         self.node = node
         self._image_bytes = image_bytes
-        self._sums, self._alike = ItemSums(), 0
+        self._sums = ItemSums()
         self._items: StagedItems | None = None
         #: Items that changed since the incarnation began, as of the last step.
         self._changed: dict[str, bytes] = {}
@@ -120,6 +119,7 @@ class Standby:
         self._note_live()
         if self.page.status.ready_step >= 0:  # a failure that was none
             self.tell(ready_step=-1)
+            self._forget_saved()
         try:
             return self._put(record)
         except StorageError as error:
@@ -139,10 +139,6 @@ class Standby:
             with suppress(StorageError):  # that of the step itself, which follows, is said
                 ahead = self._live.tracker.peek(self._changed.keys())
                 self._items.put_ahead(step, ahead, self._calls)
-
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note which kinds of items all ranks have alike, as they said after the last step."""
-        self._alike = alike_bits([(news.generators, news.buffers, news.objects) for news in heard])
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of one of the last two steps; None where they are not there any more."""
@@ -182,7 +178,7 @@ class Standby:
         self._changed_at.update(dict.fromkeys(record.items, record.step))
         self._settle(record.step)
         self._sums.update(record.items)
-        size = self._items.put(record.step, self._changed, self._alike)
+        size = self._items.put(record.step, self._changed)
         self._is_failing = False
         return size
 
@@ -197,6 +193,13 @@ class Standby:
             self._items.rebase(settled)
             for name in settled:
                 del self._changed[name], self._changed_at[name]
+
+    def _forget_saved(self) -> None:
+        """Give memory back that was not set aside."""
+        folder = self._folder
+        if not self._image_bytes:
+            for path in (folder.survivor_saved, folder.survivor_image, *folder.guest_files()):
+                path.unlink(missing_ok=True)
 
     def _set_aside(self) -> None:
         folder = self._folder

@@ -19,7 +19,7 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.files.paths import NUM_ITEM_SLOTS, StagingFolder
 from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
-#: Step, length, checksum, and a mark: what was alike on all ranks at the step before, or an optimizer call.
+#: Step, length, checksum, and the optimizer call that the items are ahead of.
 _HEAD = struct.Struct("<QQIB")
 #: Slot of the items that the incarnation began with; the others take turns.
 _BASE, _NUM_TURNS, _AHEAD, _NEW_BASE = 0, 2, NUM_ITEM_SLOTS - 1, NUM_ITEM_SLOTS
@@ -37,18 +37,13 @@ class StagedItems:
         self._stage = stage
         self._write(_BASE, 0, base)
 
-    def put(self, step: int, items: Mapping[str, bytes], alike: int = 0) -> int:
+    def put(self, step: int, items: Mapping[str, bytes]) -> int:
         """Stage the items that changed since the base, as of ``step``; returns their bytes.
-
-        Args:
-            step: The step.
-            items: What changed.
-            alike: Bits of the kinds of items that all ranks had alike at the step before.
 
         Raises:
             StorageError: If there is no memory for them.
         """
-        return self._write(_turn(step), step, items, alike)
+        return self._write(_turn(step), step, items)
 
     def rebase(self, items: Mapping[str, bytes]) -> None:
         """Take items, as they were at the last two steps, for those that the incarnation began with.
@@ -100,12 +95,6 @@ def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
     if base is None or changed is None or changed.step != step:
         return None
     return base.items | changed.items
-
-
-def read_alike(stage: StagingFolder, step: int) -> int:
-    """Return the bits of the kinds of items that all ranks had alike at the step before a staged one."""
-    found = _read(stage, _turn(step))
-    return 0 if found is None or found.step != step else found.mark
 
 
 def read_ahead(stage: StagingFolder, step: int) -> tuple[int, dict[str, bytes]]:
