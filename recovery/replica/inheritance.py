@@ -19,8 +19,10 @@ from crc32c import crc32c
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import read_ahead, read_items
-from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM
+from lowdiff.recovery.state import BUFFER_ITEM, LOOP_STATE, RNG_ITEM, STATEFUL_ITEM
 
+#: What a script writes itself, perhaps on one rank alone.
+_OF_SCRIPT = STATEFUL_ITEM + LOOP_STATE
 #: Kinds of items that ranks compare, by the beginning of their names; the last is all others.
 _KINDS = (RNG_ITEM, BUFFER_ITEM, "")
 
@@ -155,7 +157,7 @@ def inherited(
 
     All ranks run one program: what the survivor's optimizers found as it was at the step's end, so did
     the dead rank's. What moved behind them is taken from the survivor where both had it alike until then, but
-    for buffers, which a rank's own batch moves. Where it is not known how far a generator was, it is seeded anew.
+    for buffers, which a rank's own batch moves, and for what the script itself keeps. Where it is not known how far a generator was, it is seeded anew.
 
     Args:
         own: The survivor's.
@@ -178,6 +180,7 @@ def inherited(
             is_settled, is_alike = own_ahead == now, is_alike and own_ahead == theirs
         else:  # it may have moved as far as the survivor's did
             is_settled = is_generator and prior == now
+            is_alike = is_alike and name != _OF_SCRIPT
         if is_settled and theirs is not None:
             found[name] = theirs
         # A rank's own batch moves its buffers away from the others', as batch norm's.

@@ -62,6 +62,15 @@ def test_what_one_rank_moves_for_the_first_time_is_not_taken_for_alike() -> None
     assert "seeded anew" in why
 
 
+def test_what_the_script_keeps_is_never_taken_for_moved_alike() -> None:
+    name = "stateful/checkpointer.state"
+    own = known({name: b"a"}, ahead={name: b"a"}, before={name: b"a"})
+    found, why = rebuilt(own, None, {name: b"a"})
+    assert found is None
+    assert name in why
+    assert rebuilt(own, {name: b"best"}, {name: b"a"}) == ({name: b"best"}, "")
+
+
 def test_an_item_that_is_gone_from_both_is_gone() -> None:
     own = known({}, ahead={OBJECT: b"a"}, before={OBJECT: b"a"})
     assert rebuilt(own, {OBJECT: b"a"}, {OBJECT: b"a"}) == ({}, "")
