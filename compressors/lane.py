@@ -31,7 +31,9 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._training_group = group
-        self._group: dist.ProcessGroup | None = None
+        # A rank that hangs in the exchange is one that hangs in training. Made at once, with all ranks: one that
+        # dies before its first exchange would leave the others waiting for it to join.
+        self._group = None if group is None else own_group(group, at_least=timedelta(0))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else group.size()
         self._threads = torch.get_num_threads()
@@ -73,10 +75,6 @@ class Lane:
         return result
 
     def _queue(self, start: torch.futures.Future[None]) -> None:
-        if self._group is None:
-            assert self._training_group is not None
-            # A rank that hangs in the exchange is one that hangs in training.
-            self._group = own_group(self._training_group, at_least=timedelta(0))
         with self._lock:
             self._waiting.append(start)
             if not self._is_running:

@@ -66,15 +66,22 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | RecoveryPlan:
     Raises:
         StepNotFound: If nothing leads to ``step``, or to any step where that is None.
     """
-    memory = plan_in_memory(catalog, step)
+    passed_over: dict[int, str] = {}
+    memory = plan_in_memory(catalog, step, passed_over)
+    best: MemoryPlan | RecoveryPlan
     if memory is None:
-        return plan_recovery(catalog, step)
-    if step is None and any(last > memory.step for _, last in recoverable(catalog)):
-        # Planned, as what is listed may not be what is there.
-        with suppress(StepNotFound):
-            plan = plan_recovery(catalog)
-            return plan if plan.step > memory.step else memory
-    return memory
+        best = plan_recovery(catalog, step)
+    else:
+        best = memory
+        if step is None and any(last > memory.step for _, last in recoverable(catalog)):
+            # Planned, as what is listed may not be what is there.
+            with suppress(StepNotFound):
+                plan = plan_recovery(catalog)
+                best = plan if plan.step > memory.step else memory
+    for passed, why in passed_over.items():
+        if step is None and passed > best.step:
+            Code.NOT_SAVED_AFTER_FAILURE.warn(why)
+    return best
 
 
 @dataclass(frozen=True, slots=True)

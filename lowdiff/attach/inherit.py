@@ -105,8 +105,8 @@ def _residual_of(
         )
     elif state.step > 0 and had_one and not state.residuals[rank]:
         Code.RESIDUAL_OF_SNAPSHOT.warn(
-            f"the error-feedback residual of step {state.step} is lost with the node that had it, and "
-            "starts at zero: the state is exact, the continuation is not bit-identical",
+            f"the error-feedback residual of step {state.step} is not to be found from here, and starts at "
+            "zero: the state is exact, the continuation is not bit-identical",
             rank=rank,
         )
     return state.residuals[rank]

@@ -96,7 +96,7 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     told = f"steps {', '.join(ranges)}" if ranges else "no step"
     if found.in_memory is not None:
         first, last = found.in_memory.first, found.in_memory.last
-        told += f" ({span(first, last)}: in the replicas' memory, until a reboot)"
+        told += f" ({span(first, last)}: in memory, until a reboot)"
     yield "recoverable", told
     if found.pins:
         pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)

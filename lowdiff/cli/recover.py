@@ -102,7 +102,7 @@ def _print_plan(run: str, found: Forecast) -> None:
     say(f"Step {found.step} of {run}")
     base = f"snapshot {found.base}"
     if found.in_memory:
-        base = f"step {found.base} in the replicas' memory, which a reboot ends"
+        base = f"step {found.base} in memory, which a reboot ends"
     say(f"  base         {base}, {size(found.snapshot_bytes)}")
     if found.differentials:
         steps = count(found.differentials, "differential")

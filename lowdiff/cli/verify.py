@@ -65,7 +65,7 @@ def _print_report(report: VerifyReport) -> None:
             against = "agrees with the digests of the live run"
         say(f"Replayed {replay.first} to {replay.last}: {against}")
     if report.in_memory is not None:
-        say(f"Rebuilt {span(*report.in_memory)} from the replicas' memory, which a reboot ends")
+        say(f"Rebuilt {span(*report.in_memory)} from memory, which a reboot ends")
     for remark in report.notes:
         say(f"Note: {remark.message}")
     for failure in report.failures:

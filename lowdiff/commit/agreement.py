@@ -130,6 +130,15 @@ class News:
         self._refuse_others(heard)
         return heard
 
+    def peek(self) -> tuple[RankNews, ...] | None:
+        """Return the news of all ranks if they are here; for any thread."""
+        coming = self._coming
+        if coming is None:
+            return None
+        work, all_words = coming
+        is_here = work.is_completed() and work.exception() is None
+        return tuple(_news(words.tolist()) for words in all_words) if is_here else None
+
     def close(self) -> None:
         """Let go of the group: it ends, and others hear of that, once nothing holds it."""
         self._group = self._coming = None
@@ -274,6 +283,11 @@ class Agreement:
     def tell(self, news: RankNews) -> None:
         """Say how this rank stands after a step."""
         self._news.tell(news)
+
+    def peek(self) -> tuple[RankNews, ...] | None:
+        """Return what all ranks said last, if it is here; for any thread."""
+        heard = self._heard
+        return self._news.peek() if heard is None else heard
 
     def close(self) -> None:
         """Tell and hear no more."""

@@ -103,6 +103,11 @@ class Session:
         is_sealed = self.recorder.is_as_sealed(with_items=not keeps_items)
         return is_sealed and staging.is_as_committed()
 
+    def peek_news(self) -> tuple[RankNews, ...] | None:
+        """What all ranks said after the last step, if they all have; waits for none, for any thread."""
+        news = self.agreement.peek()
+        return news if news and news[0].step == self.step else None
+
     @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""

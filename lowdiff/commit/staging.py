@@ -124,9 +124,7 @@ class Staging:
         )
 
     def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks said after the step that was staged last."""
-        if self._standby is not None:
-            self._standby.hear(heard)
+        """Note what all ranks hold of the step that was staged last."""
         if self._copies is not None:
             self._copies.hear(heard)
 

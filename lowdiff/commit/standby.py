@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lowdiff.commit.agreement import RankNews
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.items import FrozenSamples
@@ -27,7 +26,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
-from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
+from lowdiff.recovery.replica.inheritance import ItemSums
 from lowdiff.types import Differential
 
 _place, _written = torch.Tensor.data_ptr, attrgetter("_version")
@@ -82,7 +81,7 @@ class Standby:
         self._live = live
         self.node = node
         self._image_bytes = image_bytes
-        self._sums, self._alike = ItemSums(), 0
+        self._sums = ItemSums()
         self._items: StagedItems | None = None
         self._ahead_step = self._calls = -1
         self._samples = FrozenSamples()
@@ -126,6 +125,7 @@ class Standby:
         self._note_live()
         if self.page.status.ready_step >= 0:  # a failure that was none
             self.tell(ready_step=-1)
+            self._forget_saved()
         try:
             return self._put(record)
         except StorageError as error:
@@ -145,10 +145,6 @@ class Standby:
             with suppress(StorageError):  # that of the step itself, which follows, is said
                 ahead = self._live.tracker.peek(self._items.changing)
                 self._items.put_ahead(step, ahead, self._calls)
-
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note which kinds of items all ranks have alike, as they said after the last step."""
-        self._alike = alike_bits([(news.generators, news.buffers, news.objects) for news in heard])
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of one of the last two steps; None where they are not there any more."""
@@ -184,9 +180,16 @@ class Standby:
             self._items = StagedItems(self._folder, items)
             self._sums.update(items)
         self._sums.update(record.items)
-        size = self._items.stage(record.step, record.items, self._alike)
+        size = self._items.stage(record.step, record.items)
         self._is_failing = False
         return size
+
+    def _forget_saved(self) -> None:
+        """Give memory back that was not set aside."""
+        folder = self._folder
+        if not self._image_bytes:
+            for path in (folder.survivor_saved, folder.survivor_image, *folder.guest_files()):
+                path.unlink(missing_ok=True)
 
     def _set_aside(self) -> None:
         folder = self._folder

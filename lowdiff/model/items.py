@@ -264,10 +264,11 @@ class ItemTracker:
         """Return some items as they are now; the next `changed` tells the same as without this call.
 
         Args:
-            names: Of generators and tensors. Stateful objects are always asked: one rank may have changed
-                one for the first time.
+            names: Of generators and tensors. Generators that moved and stateful objects are added: one
+                rank may have changed one for the first time.
         """
-        found = {name: self._generator(name) for name in self._random if name in names}
+        found = {name: self._generator(name) for name in self._random}
+        found = {n: d for n, d in found.items() if n in names or self._committed.get(n) != d}
         for name, outline in self._outlines().items():
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
         if names - found.keys():  # to look for tensors, modules are walked through

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import torch
 
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.staging import share_of_items
 from lowdiff.commit.standby import Standby
 from lowdiff.core.events import Code
@@ -43,7 +44,7 @@ from lowdiff.persistence.staging.status import (
     SurvivorStatus,
     read_status,
 )
-from lowdiff.recovery.replica.inheritance import items_of_dead
+from lowdiff.recovery.replica.inheritance import alike_bits, items_of_dead
 from lowdiff.step.states import Sealed
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.
@@ -66,6 +67,10 @@ class Training(Protocol):
     @property
     def resting(self) -> Sealed | None:
         """See the class."""
+        ...
+
+    def peek_news(self) -> tuple[RankNews, ...] | None:
+        """Return what all ranks said after the last step, if it is here; for any thread."""
         ...
 
 
@@ -169,8 +174,8 @@ class Survivor:
             self._saved_step = step
             Code.SAVED_AFTER_FAILURE.warn(
                 f"{why}; the state of step {saved_step} is saved in memory, in "
-                f"{self._stage.root.parent}, and goes to the run folder; the next attach goes on from "
-                "there",
+                f"{self._stage.root.parent}; the next attach goes on from there, if it finds what each "
+                "rank alone had",
                 rank=self._live.rank,
                 step=saved_step,
             )
@@ -218,7 +223,7 @@ class Survivor:
                 and writers[0] == self._live.rank
                 and not all(self._write_guest(rank, sealed) for rank in guests)
             ):
-                return least
+                return None
             time.sleep(_LOOK_SECONDS)
         if not missing:
             return least
@@ -292,7 +297,12 @@ class Survivor:
             return share_of_items(self._live, sealed, rank, {})
 
         home = self._home
-        status = SavedStatus(maker=self._live.rank, takes_buffers=self._takes_buffers(rank))
+        news = self._training.peek_news() or ()
+        status = SavedStatus(
+            maker=self._live.rank,
+            takes_buffers=self._takes_buffers(rank),
+            alike=alike_bits([(n.generators, n.buffers, n.objects) for n in news]) if news else 0,
+        )
         return self._write_image(
             home, home.guest(rank), home.guest_saved(rank), sealed, tensors, status
         )

@@ -438,6 +438,11 @@ class StagingFolder:
         """Return the path of the page that says what was saved for a rank on another node."""
         return self.root / f"guest-{rank:04d}.saved"
 
+    def guest_files(self) -> list[Path]:
+        """Return the pages and images of what was saved here for ranks on other nodes; pages first."""
+        guests = self.saved_guests()
+        return [*map(self.guest_saved, guests), *map(self.guest, guests)]
+
     def saved_guests(self) -> list[int]:
         """Return the ranks on other nodes for which something was saved here."""
         return [rank for _, (rank,) in _matching(self.root, _GUEST_SAVED_NAME)]

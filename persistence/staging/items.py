@@ -21,7 +21,7 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.files.paths import NUM_ITEM_SLOTS, StagingFolder
 from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
-#: Step, length, checksum, and a mark: what was alike on all ranks at the step before, or an optimizer call.
+#: Step, length, checksum, and the optimizer call that the items are ahead of.
 _HEAD = struct.Struct("<QQIB")
 #: Slot of the items that the incarnation began with; the others take turns.
 _BASE, _NUM_TURNS, _AHEAD, _NEW_BASE = 0, 2, NUM_ITEM_SLOTS - 1, NUM_ITEM_SLOTS
@@ -49,13 +49,12 @@ class StagedItems:
         """Names of the items that are written in each step."""
         return self._changed.keys()
 
-    def stage(self, step: int, changed: Mapping[str, bytes], alike: int = 0) -> int:
+    def stage(self, step: int, changed: Mapping[str, bytes]) -> int:
         """Stage all that has changed since the base, as of ``step``; returns its bytes.
 
         Args:
             step: The step.
             changed: What changed in it.
-            alike: Bits of the kinds of items that all ranks had alike at the step before.
 
         Raises:
             StorageError: If there is no memory for them.
@@ -63,7 +62,7 @@ class StagedItems:
         self._changed.update(changed)
         self._changed_at.update(dict.fromkeys(changed, step))
         self._settle(step)
-        return write_items(self._stage.items(_turn(step)), step, self._changed, alike)
+        return write_items(self._stage.items(_turn(step)), step, self._changed)
 
     def _settle(self, step: int) -> None:
         """Write a large item that has not changed for some steps into the base, and then no more."""
@@ -127,12 +126,6 @@ def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
     if base is None or changed is None or changed.step != step:
         return None
     return base.items | changed.items
-
-
-def read_alike(stage: StagingFolder, step: int) -> int:
-    """Return the bits of the kinds of items that all ranks had alike at the step before a staged one."""
-    found = _read(stage, _turn(step))
-    return 0 if found is None or found.step != step else found.mark
 
 
 def read_ahead(stage: StagingFolder, step: int) -> tuple[int, dict[str, bytes]]:

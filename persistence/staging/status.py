@@ -160,11 +160,13 @@ class SavedStatus:
         image: Image of its share; None before.
         maker: Rank that saved it for a rank on another node, without items; -1 for a rank of the node.
         takes_buffers: Whether rank 0's buffers overwrite those of that rank before their next use.
+        alike: Bits of the kinds of items that all ranks had alike at the step, as they told each other.
     """
 
     image: ImageMark | None = None
     maker: int = -1
     takes_buffers: bool = False
+    alike: int = 0
 
 
 _Status = TypeVar(

@@ -18,13 +18,13 @@ from crc32c import crc32c
 
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
-from lowdiff.persistence.staging.items import read_ahead, read_alike, read_items
-from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
+from lowdiff.persistence.staging.items import read_ahead, read_items
+from lowdiff.recovery.state import BUFFER_ITEM, LOOP_STATE, RNG_ITEM, STATEFUL_ITEM
 
+#: What a script writes itself, perhaps on one rank alone.
+_OF_SCRIPT = STATEFUL_ITEM + LOOP_STATE
 #: Kinds of items that ranks compare, by the beginning of their names; the last is all others.
 _KINDS = (RNG_ITEM, BUFFER_ITEM, "")
-#: Items that every rank moves at the same places of the program.
-_OF_PROGRAM = (RNG_ITEM, BUFFER_ITEM, STATEFUL_ITEM + "dataloader", TENSOR_ITEM + "dataloader")
 
 
 class ItemSums:
@@ -64,8 +64,39 @@ def _kind(name: str) -> int:
     return next(kind for kind, start in enumerate(_KINDS) if name.startswith(start))
 
 
+def items_of_lost(
+    step: int, rank: int, own: StagingFolder, alike: int, *, takes_buffers: bool
+) -> tuple[dict[str, bytes] | None, str]:
+    """Return all items at a step of a rank whose staging memory is lost: what all ranks had alike.
+
+    Args:
+        step: The step.
+        rank: The lost rank.
+        own: Staging folder of a survivor.
+        alike: Bits of the kinds of items that all ranks told each other to have alike at that step.
+        takes_buffers: Whether the lost rank's buffers are overwritten by rank 0's before their next use.
+
+    Returns:
+        The items, and what the user should know of them; None, and why, where something is lost.
+    """
+    now = read_items(own, step)
+    if now is None:
+        return None, "no survivor has the items of its last two steps any more"
+    found: dict[str, bytes] = {}
+    reseeded = []
+    for name, data in now.items():
+        if alike >> _kind(name) & 1 or (takes_buffers and name.startswith(BUFFER_ITEM)):
+            found[name] = data
+        elif name.startswith(RNG_ITEM):
+            found[name] = encode(_seeded_anew(name, (own.run_id, rank, step)), name=name)
+            reseeded.append(name)
+        else:
+            return None, f"it alone had {name}"
+    return found, _told(reseeded)
+
+
 def items_of_dead(
-    step: int, rank: int, own: StagingFolder, dead: StagingFolder | None, *, takes_buffers: bool
+    step: int, rank: int, own: StagingFolder, dead: StagingFolder, *, takes_buffers: bool
 ) -> tuple[dict[str, bytes] | None, str]:
     """Return all items of a dead rank at a step, from its staging memory and a survivor's.
 
@@ -73,29 +104,26 @@ def items_of_dead(
         step: The step.
         rank: The dead rank.
         own: Staging folder of the survivor.
-        dead: That of the dead rank; None if it is lost.
+        dead: That of the dead rank.
         takes_buffers: See `inherited`.
 
     Returns:
         The items, and what the user should know of them; None, and why, where something is lost.
     """
-    items = None if dead is None else read_items(dead, step)
+    items = read_items(dead, step)
     if items is not None:
         return items, ""
     now, before = read_items(own, step), read_items(own, step - 1)
-    if now is None or before is None:
-        return None, "no survivor has the items of its last two steps any more"
-    theirs = None if dead is None else read_items(dead, step - 1)
-    if theirs is None:
-        alike = read_alike(own, step)
-        theirs = {name: data for name, data in before.items() if alike >> _kind(name) & 1}
+    theirs = read_items(dead, step - 1)
+    if now is None or before is None or theirs is None:
+        return None, "the items of the last two steps are not there any more"
     call, own_ahead = read_ahead(own, step)
-    their_call, ahead = (-1, {}) if dead is None else read_ahead(dead, step)
+    their_call, ahead = read_ahead(dead, step)
+    # What follows an earlier call of the step is not known.
+    is_known = call >= 0 and their_call == call
     return inherited(
-        Known(now, own_ahead, before),
-        ahead
-        if their_call == call
-        else {},  # what follows an earlier call of the step is not known
+        Known(now, own_ahead if is_known else None, before),
+        ahead if is_known else None,
         theirs,
         seed=(own.run_id, rank, step),
         takes_buffers=takes_buffers,
@@ -108,18 +136,18 @@ class Known:
 
     Attributes:
         now: At the step.
-        ahead: Before the last of its optimizers made the step; some may be missing.
+        ahead: Those that had moved before the last of its optimizers made the step; None if not known.
         before: At the step before.
     """
 
     now: Mapping[str, bytes]
-    ahead: Mapping[str, bytes]
+    ahead: Mapping[str, bytes] | None
     before: Mapping[str, bytes]
 
 
 def inherited(
     own: Known,
-    ahead: Mapping[str, bytes],
+    ahead: Mapping[str, bytes] | None,
     before: Mapping[str, bytes],
     *,
     seed: tuple[str, int, int],
@@ -128,13 +156,12 @@ def inherited(
     """Rebuild the items of a dead rank at a step, from its own up to its optimizers and a survivor's.
 
     All ranks run one program: what the survivor's optimizers found as it was at the step's end, so did
-    the dead rank's. That is taken for granted of generators, buffers and data loaders. Other objects are
-    taken from the survivor where both had them alike, and lost where not: one rank may do more with them.
-    Where it is not known how far a generator was, it is seeded anew.
+    the dead rank's. What moved behind them is taken from the survivor where both had it alike until then, but
+    for buffers, which a rank's own batch moves, and for what the script itself keeps. Where it is not known how far a generator was, it is seeded anew.
 
     Args:
         own: The survivor's.
-        ahead: The dead rank's before it made the step; none if it had not come so far.
+        ahead: Those of the dead rank's that had moved before it made the step; None if it had not come so far.
         before: The dead rank's at the step before.
         seed: Run, rank and step: from these generators are seeded anew.
         takes_buffers: Whether the dead rank's buffers are overwritten by rank 0's before their next use.
@@ -144,31 +171,36 @@ def inherited(
     """
     found: dict[str, bytes] = {}
     reseeded = []
-    for name in sorted({*own.now, *before, *ahead}):
-        now, is_generator = own.now.get(name), name.startswith(RNG_ITEM)
-        is_buffer = name.startswith(BUFFER_ITEM)
-        is_unmoved = own.before.get(name) == now
-        is_alike = before.get(name) == own.before.get(name) and (
-            name not in ahead or name not in own.ahead or ahead[name] == own.ahead[name]
-        )
-        if name in ahead and own.ahead.get(name) == now and name.startswith(_OF_PROGRAM):
-            found[name] = ahead[name]
-        elif is_generator and is_unmoved and name in before:
-            found[name] = before[name]
+    for name in sorted({*own.now, *before, *(ahead or ())}):
+        now, prior, theirs = own.now.get(name), own.before.get(name), before.get(name)
+        is_generator, is_buffer = name.startswith(RNG_ITEM), name.startswith(BUFFER_ITEM)
+        is_alike = theirs == prior
+        if ahead is not None and own.ahead is not None:
+            own_ahead, theirs = own.ahead.get(name, prior), ahead.get(name, theirs)
+            is_settled, is_alike = own_ahead == now, is_alike and own_ahead == theirs
+        else:  # it may have moved as far as the survivor's did
+            is_settled = is_generator and prior == now
+            is_alike = is_alike and name != _OF_SCRIPT
+        if is_settled and theirs is not None:
+            found[name] = theirs
         # A rank's own batch moves its buffers away from the others', as batch norm's.
-        elif is_alike and (is_unmoved or not is_buffer):
+        elif is_alike and (prior == now or not is_buffer):
             found |= {} if now is None else {name: now}
         elif is_generator:
             found[name] = encode(_seeded_anew(name, seed), name=name)
-            reseeded.append(name.removeprefix(RNG_ITEM))
+            reseeded.append(name)
         elif is_buffer and takes_buffers and now is not None:
             found[name] = now
         else:
             return None, f"it alone had {name}"
-    if reseeded:
-        names = " and ".join(reseeded)
-        return found, f"its random generators ({names}) are seeded anew from run, rank and step"
-    return found, ""
+    return found, _told(reseeded)
+
+
+def _told(reseeded: Sequence[str]) -> str:
+    """What the user should know of generators that are seeded anew."""
+    names = " and ".join(name.removeprefix(RNG_ITEM) for name in reseeded)
+    text = f"its random generators ({names}) are seeded anew from run, rank and step"
+    return text if reseeded else ""
 
 
 def _seeded_anew(name: str, seed: tuple[str, int, int]) -> Any:

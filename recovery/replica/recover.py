@@ -23,6 +23,7 @@ from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import Catalog
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.persistence.staging.items import read_items_at
 from lowdiff.persistence.staging.status import (
@@ -38,7 +39,7 @@ from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_af
 from lowdiff.recovery.replay.optimizers import settle_kernels
 from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
-from lowdiff.recovery.replica.inheritance import items_of_dead
+from lowdiff.recovery.replica.inheritance import items_of_dead, items_of_lost
 from lowdiff.recovery.replica.share import Shard, share_step
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
@@ -119,27 +120,36 @@ def with_steps_in_memory(
     return joined([*ranges, *([] if memory is None else [memory])])
 
 
-def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
-    """Plan the way to ``step``, or to the newest step, from what replicas left; None if none leads.
+def plan_in_memory(
+    catalog: Catalog, step: int | None, passed_over: dict[int, str] | None = None
+) -> MemoryPlan | None:
+    """Plan the way to ``step``, or to the newest step, from what lies in memory; None if none leads.
 
     The differentials on the way are read first; where one is not what is listed, the plan is made
     again with what is there.
+
+    Args:
+        catalog: What there is.
+        step: Which step; None for the newest.
+        passed_over: Gets steps that survivors saved and that cannot be had, and why.
 
     Raises:
         RunInUse: If the trainer is gone, and somebody else keeps the memory for long.
     """
     while True:
-        plan = _way(catalog, step)
+        plan = _way(catalog, step, {} if passed_over is None else passed_over)
         if plan is None or confirm_steps(catalog, plan.common + 1, plan.step):
             return plan
 
 
-def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
+def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> MemoryPlan | None:
     spans = spans_of(catalog)
     for span in reversed(spans):
+        if catalog.incarnations[span.incarnation].logs_steps and _is_complete(catalog, span):
+            continue  # its log leads to all that is committed, and has the residuals
         sources: list[list[_Source]] = []
         while len(sources) < span.world_size and (not sources or sources[-1]):
-            sources.append(_sources(catalog, span.incarnation, len(sources)))
+            sources.append(_sources(catalog, span.incarnation, len(sources), passed_over))
         if not sources[-1]:
             continue
         for common in sorted({s.reach for found in sources for s in found}, reverse=True):
@@ -161,6 +171,12 @@ def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
             if len(complete) == len(chosen) and step in (None, reached):
                 return MemoryPlan(reached, span.incarnation, common, complete, steps)
     return None
+
+
+def _is_complete(catalog: Catalog, span: Span) -> bool:
+    """Whether the staging folders of all ranks of an incarnation are there."""
+    there = {stage.rank for stage in catalog.staging if stage.incarnation == span.incarnation}
+    return len(there) == span.world_size
 
 
 def shares_joined(
@@ -226,7 +242,9 @@ def _at_step(
     return share
 
 
-def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
+def _sources(
+    catalog: Catalog, incarnation: int, rank: int, passed_over: dict[int, str]
+) -> list[_Source]:
     """Return what a rank's staging holds whole, while nobody writes it, and what others hold for it."""
     found: list[_Source] = []
     copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
@@ -244,12 +262,16 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
     # What the rank's own node saved holds all of its items.
     own_steps = [source.step for source in found]
     with suppress(FileNotFoundError):
-        found += _from_other_nodes(catalog, incarnation, rank, own_steps)
+        found += _from_other_nodes(catalog, incarnation, rank, own_steps, passed_over)
     return found
 
 
 def _from_other_nodes(
-    catalog: Catalog, incarnation: int, rank: int, own_steps: Collection[int]
+    catalog: Catalog,
+    incarnation: int,
+    rank: int,
+    own_steps: Collection[int],
+    passed_over: dict[int, str],
 ) -> list[_Source]:
     """What survivors on other nodes saved for a rank, at other steps than its own node."""
     kept = (*catalog.copies, *catalog.staging)  # the rank's own folder, if that is there
@@ -266,17 +288,14 @@ def _from_other_nodes(
         maker = stages.get(saved.maker)
         if saved.image is None or saved.image.step in (*own_steps, *found) or maker is None:
             continue
-        step, dead = saved.image.step, stages.get(rank)
-        items, doubt = items_of_dead(
-            step,
-            rank,
-            maker,
-            dead if dead is not None and _is_at_rest(dead) else None,
-            takes_buffers=saved.takes_buffers,
-        )
+        step, dead, takes = saved.image.step, stages.get(rank), saved.takes_buffers
+        if dead is not None and _is_at_rest(dead):
+            items, doubt = items_of_dead(step, rank, maker, dead, takes_buffers=takes)
+        else:
+            items, doubt = items_of_lost(step, rank, maker, saved.alike, takes_buffers=takes)
         if items is None:
             text = f"step {step}, which rank {saved.maker} saved for all, is passed over: of rank {rank}"
-            Code.NOT_SAVED_AFTER_FAILURE.warn(f"{text}, {doubt}")
+            passed_over[step] = f"{text}, {doubt}"
             continue
         for source in _whole_image(stage, stage.guest(rank), saved.image):
             found[step] = replace(source, items=items, doubt=doubt)
@@ -359,7 +378,7 @@ def _whole_image(stage: StagingFolder, path: Path, mark: ImageMark) -> list[_Sou
 
 
 def _is_at_rest(stage: StagingFolder) -> bool:
-    """Whether neither its trainer nor its replica lives.
+    """Whether neither its trainer nor whoever writes a state into it lives.
 
     What only looks at the memory, or ends with its trainer, is waited for: to go back to the disk
     because of it would lose the steps that are here.

@@ -68,7 +68,7 @@ def test_what_a_lost_rank_owed_by_its_error_feedback_is_lost_and_said(tmp_path: 
             [s for s in found.lines[rank] if s.get("word") == w] for w in ("made", "resumed")
         )
         assert resumed[1]["state"] == next(s["state"] for s in made if s["step"] == AT)
-    assert "is lost with the node that had it, and starts at zero" in found.output
+    assert "is not to be found from here, and starts at zero" in found.output
 
 
 def check_resumed(

@@ -83,15 +83,15 @@ def test_the_commands_say_that_it_is_in_memory(
     asked = [folder / "run", "--staging", folder / "staging"]
     rows = [" ".join(line.split()) for line in command("inspect", *asked).out.splitlines()]
     held = f"{HELD} to {STEPS}"
-    assert f"recoverable steps 0, {held} ({held}: in the replicas' memory, until a reboot)" in rows
+    assert f"recoverable steps 0, {held} ({held}: in memory, until a reboot)" in rows
     document = json.loads(command("inspect", *asked, "--json").out)
     assert document["in_memory"] == {"first": HELD, "last": STEPS}
     planned = command("recover", *asked, "--plan").out
     assert planned.startswith(f"Step {STEPS} of ")
-    assert f"base         step {HELD} in the replicas' memory, which a reboot ends" in planned
+    assert f"base         step {HELD} in memory, which a reboot ends" in planned
     verified = command("verify", *asked)
     assert verified.code == 0
-    assert f"Rebuilt {held} from the replicas' memory, which a reboot ends" in verified.out
+    assert f"Rebuilt {held} from memory, which a reboot ends" in verified.out
     assert verified.out.endswith(f"The run is whole; recoverable steps: 0, {held}\n")
 
 

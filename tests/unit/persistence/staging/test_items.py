@@ -23,7 +23,7 @@ def stage(tmp_path: Path) -> StagingFolder:
 def test_the_last_two_steps_can_be_read(stage: StagingFolder) -> None:
     items = StagedItems(stage, BASE)
     for step in range(5):
-        items.put(step, {"rng/torch": str(step).encode()})
+        items.stage(step, {"rng/torch": str(step).encode()})
     assert read_items(stage, 4) == {**BASE, "rng/torch": b"4"}
     assert read_items(stage, 3) == {**BASE, "rng/torch": b"3"}
     assert read_items(stage, 2) is None
@@ -37,23 +37,24 @@ def test_ahead_of_a_step_only_what_changes_is_there(stage: StagingFolder) -> Non
     assert read_ahead(stage, 4) == (-1, {})
 
 
-def test_items_that_have_settled_are_written_with_those_of_the_beginning(
+def test_large_items_that_have_settled_are_written_with_those_of_the_beginning(
     stage: StagingFolder,
 ) -> None:
-    items = StagedItems(stage, BASE)
-    for step in (1, 2):
-        items.put(step, {"frozen/target": b"t", "rng/torch": str(step).encode()})
-    items.rebase({"frozen/target": b"t"})
-    assert read_items(stage, 1) == {**BASE, "frozen/target": b"t", "rng/torch": b"1"}
-    items.put(3, {"rng/torch": b"3"})
-    assert read_items(stage, 3) == {**BASE, "frozen/target": b"t", "rng/torch": b"3"}
+    items, large = StagedItems(stage, BASE), b"t" * (1 << 17)
+    items.stage(0, {"frozen/target": large})
+    sizes = [items.stage(step, {"rng/torch": str(step).encode()}) for step in range(1, 8)]
+    assert sizes[0] > len(large) > sizes[-1]
+    assert "frozen/target" not in items.changing
+    for step in (6, 7):
+        expected = {**BASE, "frozen/target": large, "rng/torch": str(step).encode()}
+        assert read_items(stage, step) == expected
 
 
 @pytest.mark.parametrize("length", [0, 7, 21, -1])
 def test_what_was_cut_is_not_there(stage: StagingFolder, length: int) -> None:
     items = StagedItems(stage, BASE)
     for step in (1, 2):
-        items.put(step, {"rng/torch": b"x" * 100})
+        items.stage(step, {"rng/torch": b"x" * 100})
     path = stage.items(1 + 2 % 2)
     path.write_bytes(path.read_bytes()[:length])
     assert read_items(stage, 2) is None
@@ -62,7 +63,7 @@ def test_what_was_cut_is_not_there(stage: StagingFolder, length: int) -> None:
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(stage: StagingFolder) -> None:
     items = StagedItems(stage, BASE)
-    items.put(2, {"rng/torch": b"x" * 100})
+    items.stage(2, {"rng/torch": b"x" * 100})
     path = stage.items(1)
     data = path.read_bytes()
     for place in range(len(data)):
@@ -72,8 +73,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(stage: StagingFolder) -> None:
 
 def test_a_shorter_body_replaces_a_longer_one(stage: StagingFolder) -> None:
     items = StagedItems(stage, BASE)
-    items.put(0, {"a": b"x" * 10_000})
-    items.put(2, {"b": b"y"})
+    items.stage(0, {"a": b"x" * 10_000})
+    items.stage(2, {"b": b"y"})
     assert read_items(stage, 2) == {**BASE, "b": b"y"}
 
 
@@ -81,4 +82,4 @@ def test_no_room_is_a_named_error(stage: StagingFolder) -> None:
     items = StagedItems(stage, BASE)
     stage.items(1).mkdir()
     with pytest.raises(StorageError, match="items of step 2 cannot be staged"):
-        items.put(2, {})
+        items.stage(2, {})

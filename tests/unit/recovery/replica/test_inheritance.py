@@ -21,7 +21,11 @@ def known(now: dict[str, bytes], *, ahead: dict[str, bytes], before: dict[str, b
 
 
 def rebuilt(
-    own: Known, ahead: dict[str, bytes], before: dict[str, bytes], *, takes_buffers: bool = False
+    own: Known,
+    ahead: dict[str, bytes] | None,
+    before: dict[str, bytes],
+    *,
+    takes_buffers: bool = False,
 ) -> tuple[dict[str, bytes] | None, str]:
     return inherited(own, ahead, before, seed=SEED, takes_buffers=takes_buffers)
 
@@ -36,16 +40,35 @@ def test_what_moves_after_the_optimizer_is_the_survivors_where_both_had_it_alike
     name = "stateful/scheduler"
     own = known({name: b"now"}, ahead={name: b"old"}, before={name: b"old"})
     assert rebuilt(own, {name: b"old"}, {name: b"old"}) == ({name: b"now"}, "")
-    assert rebuilt(own, {}, {name: b"old"}) == ({name: b"now"}, "")
+    assert rebuilt(own, None, {name: b"old"}) == ({name: b"now"}, "")
 
 
-def test_an_object_that_a_rank_alone_has_is_lost() -> None:
+def test_an_object_that_a_rank_alone_has_is_lost_unless_it_was_in_front_of_the_optimizer() -> None:
     own = known({OBJECT: b"a"}, ahead={OBJECT: b"a"}, before={OBJECT: b"a"})
-    found, why = rebuilt(own, {OBJECT: b"b"}, {OBJECT: b"b"})
+    assert rebuilt(own, {OBJECT: b"b"}, {OBJECT: b"a"}) == ({OBJECT: b"b"}, "")
+    found, why = rebuilt(own, None, {OBJECT: b"b"})
     assert found is None
     assert OBJECT in why
-    found, why = rebuilt(known({}, ahead={}, before={}), {}, {OBJECT: b"b"})
+    found, why = rebuilt(known({}, ahead={}, before={}), None, {OBJECT: b"b"})
     assert found is None
+
+
+def test_what_one_rank_moves_for_the_first_time_is_not_taken_for_alike() -> None:
+    """The other has not moved it, so nothing is ahead of it there."""
+    own = known({TORCH: b"0"}, ahead={}, before={TORCH: b"0"})
+    assert rebuilt(own, {TORCH: b"moved"}, {TORCH: b"0"}) == ({TORCH: b"moved"}, "")
+    own = known({TORCH: b"now"}, ahead={TORCH: b"mid"}, before={TORCH: b"0"})
+    _, why = rebuilt(own, {TORCH: b"other"}, {TORCH: b"0"})
+    assert "seeded anew" in why
+
+
+def test_what_the_script_keeps_is_never_taken_for_moved_alike() -> None:
+    name = "stateful/checkpointer.state"
+    own = known({name: b"a"}, ahead={name: b"a"}, before={name: b"a"})
+    found, why = rebuilt(own, None, {name: b"a"})
+    assert found is None
+    assert name in why
+    assert rebuilt(own, {name: b"best"}, {name: b"a"}) == ({name: b"best"}, "")
 
 
 def test_an_item_that_is_gone_from_both_is_gone() -> None:
@@ -56,10 +79,10 @@ def test_an_item_that_is_gone_from_both_is_gone() -> None:
 def test_buffers_of_a_rank_are_its_own_unless_they_are_overwritten() -> None:
     # Alike before the first batch, and not after it.
     own = known({BUFFER: b"now"}, ahead={BUFFER: b"now"}, before={BUFFER: b"0"})
-    found, why = rebuilt(own, {}, {BUFFER: b"0"})
+    found, why = rebuilt(own, None, {BUFFER: b"0"})
     assert found is None
     assert BUFFER in why
-    assert rebuilt(own, {}, {BUFFER: b"0"}, takes_buffers=True) == ({BUFFER: b"now"}, "")
+    assert rebuilt(own, None, {BUFFER: b"0"}, takes_buffers=True) == ({BUFFER: b"now"}, "")
     constant = known({BUFFER: b"0"}, ahead={}, before={BUFFER: b"0"})
     assert rebuilt(constant, {}, {BUFFER: b"0"}) == ({BUFFER: b"0"}, "")
 
@@ -67,12 +90,12 @@ def test_buffers_of_a_rank_are_its_own_unless_they_are_overwritten() -> None:
 def test_generators_are_as_they_were_or_seeded_anew_by_run_rank_and_step() -> None:
     own = known({TORCH: b"now", PYTHON: b"same"}, ahead={}, before={TORCH: b"old", PYTHON: b"same"})
     before = {TORCH: b"their old", PYTHON: b"theirs"}
-    found, why = rebuilt(own, {}, before)
+    found, why = rebuilt(own, None, before)
     assert found is not None
     assert found[PYTHON] == b"theirs"
     assert why == "its random generators (torch) are seeded anew from run, rank and step"
-    again, _ = rebuilt(own, {}, before)
-    other, _ = inherited(own, {}, before, seed=("run", 2, 7), takes_buffers=False)
+    again, _ = rebuilt(own, None, before)
+    other, _ = inherited(own, None, before, seed=("run", 2, 7), takes_buffers=False)
     assert found == again
     assert other is not None
     assert other[TORCH] != found[TORCH]
@@ -81,7 +104,7 @@ def test_generators_are_as_they_were_or_seeded_anew_by_run_rank_and_step() -> No
 def test_each_kind_of_generator_takes_its_new_state() -> None:
     names = [PYTHON, "rng/numpy", TORCH]
     own = known(dict.fromkeys(names, b"now"), ahead={}, before=dict.fromkeys(names, b"old"))
-    found, _ = rebuilt(own, {}, dict.fromkeys(names, b"their old"))
+    found, _ = rebuilt(own, None, dict.fromkeys(names, b"their old"))
     assert found is not None
     kept = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:

@@ -10,8 +10,13 @@ import torch
 
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import decode, encode
-from lowdiff.persistence.staging.items import StagedItems, read_alike, read_items
-from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits, items_of_dead
+from lowdiff.persistence.staging.items import StagedItems, read_items
+from lowdiff.recovery.replica.inheritance import (
+    ItemSums,
+    alike_bits,
+    items_of_dead,
+    items_of_lost,
+)
 
 GENERATOR, BUFFER, SCHEDULER = "rng/torch", "buffer/mean", "stateful/scheduler"
 GENERATORS, BUFFERS, OBJECTS = 1, 2, 4
@@ -34,12 +39,12 @@ def folder(root: Path, rank: int) -> StagingFolder:
     return stage
 
 
-def stage_two(stage: StagingFolder, rank: int, alike: int = 0) -> StagedItems:
+def stage_two(stage: StagingFolder, rank: int) -> StagedItems:
     """Stage two steps in which everything moved."""
     staged = StagedItems(stage, {})
     for step in (STEP - 1, STEP):
         found = items(generator=100 * rank + step, buffer=200 * rank + step, scheduler=step)
-        staged.put(step, found, alike)
+        staged.stage(step, found)
     return staged
 
 
@@ -59,15 +64,6 @@ def test_differences_of_two_items_do_not_cancel() -> None:
     assert not alike_bits([first.by_kind, second.by_kind]) & OBJECTS
 
 
-def test_what_was_alike_is_known_with_the_step(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=BUFFERS)
-    assert read_alike(survivor, STEP) == BUFFERS
-    assert read_alike(survivor, STEP + 1) == 0
-    found = read_items(survivor, STEP)
-    assert found is not None
-    assert decode(found[SCHEDULER]) == STEP
-
-
 def test_the_dead_ranks_own_memory_counts_where_it_is_there(
     survivor: StagingFolder, tmp_path: Path
 ) -> None:
@@ -79,8 +75,8 @@ def test_the_dead_ranks_own_memory_counts_where_it_is_there(
 
 
 def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=OBJECTS)
-    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
+    stage_two(survivor, 0)
+    found, why = items_of_lost(STEP, 1, survivor, OBJECTS, takes_buffers=True)
     assert found is not None
     assert "seeded anew" in why
     assert decode(found[SCHEDULER]) == STEP
@@ -89,8 +85,8 @@ def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder)
 
 
 def test_generators_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=GENERATORS | OBJECTS)
-    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
+    stage_two(survivor, 0)
+    found, why = items_of_lost(STEP, 1, survivor, GENERATORS | OBJECTS, takes_buffers=True)
     assert found == read_items(survivor, STEP)
     assert not why
 
@@ -101,8 +97,8 @@ def test_generators_that_were_alike_come_from_the_survivor(survivor: StagingFold
 def test_what_was_not_alike_is_lost_with_the_node(
     survivor: StagingFolder, alike: int, what: str
 ) -> None:
-    stage_two(survivor, 0, alike=alike)
-    found, why = items_of_dead(STEP, 0, survivor, None, takes_buffers=alike != OBJECTS)
+    stage_two(survivor, 0)
+    found, why = items_of_lost(STEP, 0, survivor, alike, takes_buffers=alike != OBJECTS)
     assert found is None
     assert what in why
 
@@ -112,27 +108,28 @@ def test_what_was_ahead_of_an_earlier_call_of_the_step_is_not_its_end(tmp_path: 
     for stage, calls in ((own, 2), (dead, 1)):
         stage.root.mkdir(parents=True)
         items = StagedItems(stage, {})
-        items.put(6, {"rng/torch": b"old of %d" % stage.rank})
+        items.stage(6, {"rng/torch": b"old of %d" % stage.rank})
         for call in range(calls):
             items.put_ahead(7, {"rng/torch": b"%d of %d" % (call, stage.rank)}, call)
         if stage is own:
-            items.put(7, {"rng/torch": b"1 of 0"})
+            items.stage(7, {"rng/torch": b"1 of 0"})
     found, why = items_of_dead(7, 1, own, dead, takes_buffers=False)
     assert found is not None
     assert found["rng/torch"] not in (b"0 of 1", b"1 of 0")
     assert "seeded anew" in why
 
 
-def test_an_object_that_a_rank_changed_for_the_first_time_is_lost_by_name(tmp_path: Path) -> None:
+def test_an_object_that_a_rank_changed_for_the_first_time_is_as_it_was_in_front_of_the_optimizer(
+    tmp_path: Path,
+) -> None:
     own, dead = (StagingFolder.of(tmp_path, "a" * 32, 0, rank) for rank in (0, 1))
     name = "stateful/checkpointer.state"
     for stage in (own, dead):
         stage.root.mkdir(parents=True)
         items = StagedItems(stage, {name: b"empty"})
-        items.put(6, {})
+        items.stage(6, {})
         items.put_ahead(7, {name: b"of %d" % stage.rank}, 0)
         if stage is own:
-            items.put(7, {name: b"of 0"})
+            items.stage(7, {name: b"of 0"})
     found, why = items_of_dead(7, 1, own, dead, takes_buffers=False)
-    assert found is None
-    assert name in why
+    assert (found, why) == ({name: b"of 1"}, "")
