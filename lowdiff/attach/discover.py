@@ -219,7 +219,8 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     chunks = {f"{path.parent.name}/{path.name}": path for path in (*own, *needed) if path.exists()}
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
-        for stage in StagingFolder.all_of_run(imported, run_id):
+        there = (StagingFolder.all_of_run, StagingFolder.copies_of_run)
+        for stage in (stage for listed in there for stage in listed(imported, run_id)):
             note_kernel(stage)  # what is torn was not sent
         visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
@@ -284,7 +285,7 @@ def _needed_copies(
     with ranks.together():
         for copy in copies:
             if holders.get((copy.incarnation, copy.rank)) == copy.root.name:
-                found += copy.copied_files()
+                found += [*copy.copied_files(), *sound_files(copy)]
         for stage in stages:
             if stage.incarnation in lives:
                 found += [stage.trainer_status, stage.snapshot]
@@ -301,7 +302,8 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
         What this machine has in staging of the run.
     """
     stages = staging_of_run(settings.staging_root, settings.folder, run_id)
-    for stage in stages:
+    copies = copies_of_run(settings.staging_root, settings.folder, run_id)
+    for stage in (*stages, *copies):
         claim_moved(stage, settings.folder)
         # Where there is a replica, the writer only persists what the replica holds in memory.
         for path in (

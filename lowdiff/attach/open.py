@@ -43,7 +43,7 @@ from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.tracked import Given, Live, watch
-from lowdiff.peers.copies import Copies, Ward
+from lowdiff.peers.copies import Copies, ReplicaWard, Ward
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
@@ -451,12 +451,38 @@ def _copies(
             )
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
-            log = _log(folder, fence, memory) if settings.logs_steps else None
-            wards.append(Ward(area, live, log))
+            wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
     copies = Copies(live, group, memory.peers.keepers, wards, standby.all_items)
     undo.callback(copies.close, removes=False)
     return copies
+
+
+def _ward(
+    settings: Settings,
+    live: Live,
+    fence: Fence,
+    memory: Memory,
+    area: StagingArea,
+    undo: ExitStack,
+) -> Ward:
+    if settings.strategy == "survivors":
+        return Ward(area, live, None)
+    log = _log(area.folder, fence, memory)
+    if settings.logs_steps:
+        return Ward(area, live, log)
+    replica = _replica(settings, live, log, makes_images=False)
+    undo.callback(replica.stop)
+    return ReplicaWard(area, live, log, replica)
+
+
+def _replica(
+    settings: Settings, live: Live, log: StagingLog, *, makes_images: bool
+) -> ReplicaProcess:
+    specs, world_size = live.attached.specs, live.world_size
+    return ReplicaProcess(
+        replica_settings(settings, log, world_size, makes_images=makes_images, specs=specs)
+    )
 
 
 def _log(folder: StagingFolder, fence: Fence, memory: Memory) -> StagingLog:
@@ -486,11 +512,7 @@ def _queue(
     if settings.logs_steps:
         return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
     makes_images = live.attached.device.type == "cpu"
-    replica = ReplicaProcess(
-        replica_settings(
-            settings, log, live.world_size, makes_images=makes_images, specs=live.attached.specs
-        )
-    )
+    replica = _replica(settings, live, log, makes_images=makes_images)
     undo.callback(replica.stop)
     storage = Storage(folder, writer, replica, settings, live.rank, live.world_size)
     return ReplicaQueue(log, storage, replica, makes_images=makes_images)
@@ -505,7 +527,7 @@ def _recorder(
     memory: Memory,
 ) -> Recorder:
     attached = live.attached
-    peers = memory.peers.wards if settings.logs_steps else ()
+    peers = () if settings.strategy == "survivors" else memory.peers.wards
     reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group, peers)
     hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
     is_replayed = settings.strategy != "survivors"

@@ -33,7 +33,7 @@ class StepQueue(Protocol):
 
     @property
     def staged_checksum(self) -> int:
-        """CRC-32C of the body of the record that was staged last; 0 where steps are not logged."""
+        """CRC-32C of the body of the record that was staged last; 0 where none was."""
         ...
 
     @property

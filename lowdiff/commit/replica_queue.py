@@ -96,6 +96,9 @@ class ReplicaQueue:
         replica: The same process.
         makes_images: Whether the replica takes the regular snapshots. On an accelerator the trainer
             does: the replica's arithmetic may differ there in the last place.
+
+    Attributes:
+        staged_checksum: See `StepQueue`.
     """
 
     logs_steps: ClassVar[bool] = False
@@ -111,13 +114,9 @@ class ReplicaQueue:
         #: Newest step that was staged, and the one that found no room.
         self._step = self._given_up = -1
         self._is_dropping = False
+        self.staged_checksum = 0
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
-
-    @property
-    def staged_checksum(self) -> int:
-        """See `StepQueue`."""
-        return 0
 
     @property
     def is_gone(self) -> bool:
@@ -180,6 +179,7 @@ class ReplicaQueue:
         rebases: bool,
     ) -> None:
         """See `StepQueue`."""
+        self.staged_checksum = 0
         step, scalars, sections = record.step, encode_scalars(record), sections_of(record)
         is_step = kind is RecordKind.DIFFERENTIAL
         if is_step:
@@ -213,7 +213,7 @@ class ReplicaQueue:
         if not size:
             self._drop(step)
             return
-        self._step = step
+        self._step, self.staged_checksum = step, self._log.checksum
         self.images.is_needed |= rebases
         self.storage.counters.staged_bytes += size[0]
         if is_step and self.storage.tells_first and not self.storage.degrades:
@@ -380,6 +380,7 @@ def replica_settings(
         run_id=log.folder.run_id,
         incarnation=log.folder.incarnation,
         rank=log.folder.rank,
+        keeper=log.folder.keeper,
         world_size=world_size,
         trainer_pid=os.getpid(),
         image_every=settings.snapshot_every if makes_images else 0,

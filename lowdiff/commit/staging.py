@@ -56,8 +56,16 @@ class Copies(Protocol):
         """Tell what an incarnation begins with; its first snapshot follows."""
         ...
 
+    def stage_ahead(self, reducer: Reducer, number: int) -> None:
+        """Keep what an optimizer is about to use of the shares of others."""
+        ...
+
     def stage(self, sealed: Sealed, checksum: int) -> None:
         """Tell what this rank alone has of a step, and keep what others store of it."""
+        ...
+
+    def show(self, step: int, committed_step: int) -> None:
+        """Tell replicas of others how far all ranks are."""
         ...
 
     def snapshot(self, sealed: Sealed) -> None:
@@ -137,6 +145,12 @@ class Staging:
             return None
         return self._standby.items(step)
 
+    def show(self, step: int, committed_step: int, *, preempted: bool) -> None:
+        """Tell all processes, and who watches the run, how far this rank is."""
+        self._queue.storage.show(step, committed_step, preempted=preempted)
+        if self._copies is not None:
+            self._copies.show(step, committed_step)
+
     def is_as_committed(self) -> bool:
         """Whether nothing wrote to what survivors would save, since the last commit; see `Standby`."""
         return self._standby is None or self._standby.is_as_committed()
@@ -176,6 +190,8 @@ class Staging:
             self._queue.stage_ahead(step, reducer, number)
             if self._standby is not None:
                 self._standby.stage_ahead(step)
+            if self._copies is not None and not self._queue.logs_steps:
+                self._copies.stage_ahead(reducer, number)
 
     def stage(self, sealed: Sealed) -> None:
         """Stage a step's record."""

@@ -12,7 +12,9 @@ take turns: the one before stays until every rank holds the next.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,13 +33,24 @@ from lowdiff.errors import LowDiffError, RankLost, StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.persistence.files.mapped_file import ImageMark
-from lowdiff.persistence.format.differentials import encode_scalars, written_sections
+from lowdiff.persistence.format.differentials import (
+    encode_scalars,
+    numbered,
+    written_sections,
+)
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.staging.items import StagedItems, write_items
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import SavedStatus, StatusPage
+from lowdiff.persistence.staging.status import (
+    SavedStatus,
+    StatusPage,
+    TrainerStatus,
+    WriterStatus,
+)
+from lowdiff.protocols import Reducer
+from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
 
@@ -45,6 +58,9 @@ from lowdiff.types import Section
 _MOST_WAITING = 8
 #: How long a rank's numbers wait for this rank to come to their step.
 _PATIENCE_SECONDS = 600.0
+#: How long a snapshot waits for the replica of another rank's copy.
+_STALL_SECONDS = 2.0
+_LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,8 @@ class Ward:
         self._all: dict[str, bytes] = {}
         self._told_step = -1
         self._waiting: deque[tuple[int, list[Section]]] = deque()
+        #: Copies of what the optimizers of the open body used.
+        self._ahead: list[Section] = []
         #: Slot and mark of an image whose items are not here yet.
         self._image: tuple[int, ImageMark] | None = None
         self._slot = 0
@@ -131,13 +149,18 @@ class Ward:
 
     # By the thread that trains.
 
+    def hold_ahead(self, sections: Sequence[Section]) -> None:
+        """Keep a copy of what an optimizer is about to use of the rank's share."""
+        if self._log is not None and not self._is_broken:
+            self._ahead += _copied(sections)
+
     def hold(self, step: int, sections: Sequence[Section]) -> None:
-        """Keep a copy of what the rank stores of a step, until it tells the rest."""
+        """Keep a copy of what else the rank stores of a step, until it tells the rest."""
+        ahead, self._ahead = self._ahead, []
         if self._log is None or self._is_broken:
             return
-        copied = [replace(section, data=section.data.copy()) for section in sections]
         with self._changed:
-            self._waiting.append((step, copied))
+            self._waiting.append((step, [*ahead, *_copied(sections)]))
             is_late = len(self._waiting) > _MOST_WAITING
             self._changed.notify()
         if is_late:
@@ -161,6 +184,9 @@ class Ward:
     def trim(self, step: int) -> None:
         """Forget records up to the step of an image that every rank holds."""
         self._trim_step = max(self._trim_step, step)
+
+    def show(self, step: int, committed_step: int) -> None:
+        """Tell whoever works on the copy how far all ranks are."""
 
     def wait_for_base(self, step: int) -> None:
         """Wait until the copy of a step is whole.
@@ -212,23 +238,31 @@ class Ward:
         sections = self._sections_of(note.step)
         if sections is None or self._log is None:
             return False
-        written = self._log.append(
-            RecordKind.DIFFERENTIAL,
-            note.step,
-            note.scalars,
-            [*sections, *note.sections],
-            durable_step=self._trim_step,
-            rebases=note.rebases,
-        )
-        if written is None:
+        if not self._write(self._log, note, [*sections, *note.sections]):
             self._give_up("there is no room for more steps before the next snapshot")
             return False
-        if self._log.checksum != note.checksum:
+        if note.checksum not in (0, self._log.checksum):
             self._give_up(
                 f"the copy of step {note.step} is not equal to what rank {self.rank} staged"
             )
             return False
         return True
+
+    def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
+        """Append a record; False if there is no room."""
+        written = log.append(
+            RecordKind.DIFFERENTIAL,
+            note.step,
+            note.scalars,
+            sections,
+            durable_step=self._free_step(),
+            rebases=note.rebases,
+        )
+        return written is not None
+
+    def _free_step(self) -> int:
+        """The step up to which records are of no use any more."""
+        return self._trim_step
 
     def _sections_of(self, step: int) -> list[Section] | None:
         """Wait for this rank's copy of a step; None where it gave up."""
@@ -283,6 +317,83 @@ class Ward:
         self._area.release()
 
 
+class ReplicaWard(Ward):
+    """What is kept here for a rank without a compressor: its share of the state, by a replica of its own.
+
+    Args:
+        area: See `Ward`.
+        live: See `Ward`.
+        log: The replica's queue.
+        replica: Applies what is queued.
+    """
+
+    def __init__(
+        self, area: StagingArea, live: Live, log: StagingLog, replica: ReplicaProcess
+    ) -> None:
+        super().__init__(area, live, log)
+        self._replica = replica
+        self._page = StatusPage(area.folder.trainer_status, TrainerStatus(os.getpid()))
+        StatusPage(area.folder.status, WriterStatus())  # nobody writes its images to a disk
+
+    def show(self, step: int, committed_step: int) -> None:
+        """See `Ward`: the replica applies what is committed."""
+        self._page.update(step=step, committed_step=committed_step)
+
+    def stage_image(self, sealed: Sealed) -> None:
+        """See `Ward`: the replica begins anew with it, so it has the items as well."""
+        step = sealed.differential.step
+        # In attach a rank may be far behind; a step waits for no one for long.
+        patience = _PATIENCE_SECONDS if self.copied_step < 0 else _STALL_SECONDS
+        with self._changed:
+            is_told = self._changed.wait_for(
+                lambda: self._told_step >= step or self._is_over, patience
+            )
+            items = dict(self._all)
+        if not is_told or not self._waits_for(lambda: not self._is_image_in_use(), patience):
+            self._give_up(f"rank {self.rank}, or its replica here, is behind", owes=False)
+            return
+        try:
+            tensors = share_of_items(self._live, sealed, self.rank, items)
+            size, checksum = stage_image(self._folder.snapshot, tensors, torch.get_num_threads())
+        except StorageError as error:
+            self._give_up(str(error), owes=False)
+            return
+        self._page.update(image=ImageMark(step, size, checksum))
+        with self._changed:
+            self._is_broken = self.owes_snapshot = False
+            self.copied_step = self.held_step = step
+            self._changed.notify_all()
+
+    def _is_image_in_use(self) -> bool:
+        return self._replica.read_status().image_step < self.copied_step
+
+    def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
+        """See `Ward`: waits for the replica to make room."""
+        write = super()._write
+        return self._waits_for(lambda: write(log, note, sections), _PATIENCE_SECONDS)
+
+    def _free_step(self) -> int:
+        return self._replica.status().consumed_step
+
+    def _waits_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self._is_over or self._is_broken or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def close(self, *, removes: bool) -> None:
+        """See `Ward`."""
+        if removes:
+            self._replica.stop()
+        super().close(removes=removes)
+
+
+def _copied(sections: Sequence[Section]) -> list[Section]:
+    return [replace(section, data=section.data.copy()) for section in sections]
+
+
 class Copies:
     """The copies that one rank keeps and has kept.
 
@@ -335,6 +446,16 @@ class Copies:
         """Tell what an incarnation begins with; its first snapshot follows."""
         self._sender.send(encode(asdict(Note.of(sealed, 0, self._all_items()))))
 
+    def stage_ahead(self, reducer: Reducer, number: int) -> None:
+        """Keep what an optimizer is about to use of the shares of others.
+
+        Args:
+            reducer: Has the gradients.
+            number: Which optimizer step of the loop body it is, from 0.
+        """
+        for ward in self._wards:
+            ward.hold_ahead(numbered(reducer.payload(ward.rank).sections, number))
+
     def stage(self, sealed: Sealed, checksum: int) -> None:
         """Tell what this rank alone has of a step, and keep what others store of it.
 
@@ -359,6 +480,11 @@ class Copies:
         least = min(news.copied for news in heard)
         for ward in self._wards:
             ward.trim(least)
+
+    def show(self, step: int, committed_step: int) -> None:
+        """Tell replicas of others how far all ranks are."""
+        for ward in self._wards:
+            ward.show(step, committed_step)
 
     def wait_for_base(self, step: int) -> None:
         """Wait until what this rank keeps of a step is whole.

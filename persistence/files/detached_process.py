@@ -37,6 +37,7 @@ class ProcessSettings:
 
     Attributes:
         trainer_pid: Process id of the trainer; the process ends after this trainer.
+        keeper: Rank of the trainer where the process works on a copy for another rank; else None.
     """
 
     run: str
@@ -46,6 +47,7 @@ class ProcessSettings:
     rank: int
     world_size: int
     trainer_pid: int
+    keeper: int | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -55,7 +57,10 @@ class ProcessSettings:
     @property
     def staging(self) -> StagingFolder:
         """Return this incarnation's staging folder."""
-        return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
+        place = Path(self.staging_root), self.run_id, self.incarnation, self.rank
+        if self.keeper is None:
+            return StagingFolder.of(*place)
+        return StagingFolder.copy_of(*place, self.keeper)
 
     def to_json(self) -> str:
         """Return the settings as a line of text."""

@@ -256,6 +256,7 @@ def _sources(
     for copy in copies:
         if copy.rank == rank and _is_at_rest(copy):
             found += _copied(copy)
+            found += [] if is_log(copy) else _sources_of(copy, has_copies=True)
     if copies:
         steps = {mark.step for copy in copies for _, mark in _marks(copy)}
         found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
