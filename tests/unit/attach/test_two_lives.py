@@ -81,7 +81,7 @@ def test_a_node_that_goes_on_with_the_stores_history_leaves_its_own_memory_alone
     own.checkpointer.close()
 
 
-def attach(rank: int, world_size: int, run: str) -> str:
+def attach(rank: int, world_size: int, run: str, restore: str = "all") -> str:
     """What a rank with a run folder of its own is told."""
     model = wrapped(torch.nn.Linear(20, 3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -91,7 +91,7 @@ def attach(rank: int, world_size: int, run: str) -> str:
         staging=f"{run.format(rank=rank)}-staging",
     )
     try:
-        checkpointer.attach(model, optimizer)
+        checkpointer.attach(model, optimizer, restore=restore)
         checkpointer.close()
     except RunMismatch as error:
         return str(error)
@@ -103,10 +103,10 @@ def test_folders_of_nodes_that_hold_two_lives_of_one_number_are_refused(
 ) -> None:
     run = f"{tmp_path}/run-{{rank}}"
     assert pool.run(attach, 2, run) == ["", ""]
-    for rank in range(2):  # each goes on alone, as the same life
+    for rank in range(2):  # each goes on alone, as the same life, without the other's half of the state
         shutil.copytree(tmp_path / f"run-{rank}", tmp_path / f"alone-{rank}" / "run")
     alone = f"{tmp_path}/alone-{{rank}}/run"
     for rank in range(2):
-        assert pool.run(attach, 1, alone.format(rank=rank)) == [""]
+        assert pool.run(attach, 1, alone.format(rank=rank), "none") == [""]
     for said in pool.run(attach, 2, alone):
         assert "ranks 0 and 1 hold different histories: another life 1 each" in said
