@@ -146,6 +146,8 @@ class Ward:
         self._is_broken = False
         self._is_over = False
         self._changed = threading.Condition()
+        #: Held while what was received is written.
+        self._writing = threading.Lock()
 
     # By the thread that trains.
 
@@ -201,13 +203,31 @@ class Ward:
         if not is_here or self.held_step < step:
             raise RankLost(f"rank {self.rank} did not tell what it alone has")
 
+    def begin_anew(self) -> None:
+        """Make the folder again after somebody removed staging; the next snapshot is the first.
+
+        Raises:
+            StorageError: If it cannot be made.
+        """
+        # Then nobody waits for this thread with the lock.
+        self._give_up("its copy was removed", owes=False)  # a snapshot follows
+        with self._writing:
+            self._area.make_anew()
+            if self._log is not None:
+                self._log = self._log.anew()
+            if self._items is not None:
+                self._items = StagedItems(self._folder, self._all)
+            self.held_step = self.copied_step = -1
+            self._image = None
+
     # By the thread that receives.
 
     def receive(self, receiver: Receiver) -> None:
         """Put together what the rank sends and what is made here, until it sends no more."""
         try:
             while (message := receiver.receive()) is not None:
-                self._take(Note(**decode(message)))
+                with self._writing:
+                    self._take(Note(**decode(message)))
         except (LowDiffError, OSError, ValueError) as error:
             if not self._is_over:
                 self._give_up(str(error), owes=False)
@@ -332,8 +352,7 @@ class ReplicaWard(Ward):
     ) -> None:
         super().__init__(area, live, log)
         self._replica = replica
-        self._page = StatusPage(area.folder.trainer_status, TrainerStatus(os.getpid()))
-        StatusPage(area.folder.status, WriterStatus())  # nobody writes its images to a disk
+        self._tell_processes()
 
     def show(self, step: int, committed_step: int) -> None:
         """See `Ward`: the replica applies what is committed."""
@@ -382,6 +401,18 @@ class ReplicaWard(Ward):
                 return False
             time.sleep(_LOOK_SECONDS)
         return True
+
+    def begin_anew(self) -> None:
+        """See `Ward`."""
+        self._replica.stop()
+        super().begin_anew()
+        self._replica.begin_anew()
+        self._tell_processes()
+
+    def _tell_processes(self) -> None:
+        folder = self._folder
+        self._page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
+        StatusPage(folder.status, WriterStatus())  # nobody writes its images to a disk
 
     def close(self, *, removes: bool) -> None:
         """See `Ward`."""
@@ -480,6 +511,15 @@ class Copies:
         least = min(news.copied for news in heard)
         for ward in self._wards:
             ward.trim(least)
+
+    def begin_anew(self) -> None:
+        """Make the folders again after somebody removed staging.
+
+        Raises:
+            StorageError: If one cannot be made.
+        """
+        for ward in self._wards:
+            ward.begin_anew()
 
     def show(self, step: int, committed_step: int) -> None:
         """Tell replicas of others how far all ranks are."""
