@@ -228,6 +228,8 @@ class Ward:
             while (message := receiver.receive()) is not None:
                 with self._writing:
                     self._take(Note(**decode(message)))
+        except RankLost:
+            self._is_broken = True  # training waits for that rank as well, and says so
         except (LowDiffError, OSError, ValueError) as error:
             if not self._is_over:
                 self._give_up(str(error), owes=False)
