@@ -29,7 +29,7 @@ from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.staging import share_of_items
 from lowdiff.compressors.collectives import leave
 from lowdiff.core.events import Code
-from lowdiff.errors import LowDiffError, RankLost, StorageError
+from lowdiff.errors import RankLost, StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.persistence.files.mapped_file import ImageMark
@@ -226,13 +226,15 @@ class Ward:
         """Put together what the rank sends and what is made here, until it sends no more."""
         try:
             while (message := receiver.receive()) is not None:
-                with self._writing:
-                    self._take(Note(**decode(message)))
+                note = Note(**decode(message))
+                try:
+                    with self._writing:
+                        self._take(note)
+                except (StorageError, OSError) as error:
+                    if not self._is_over:
+                        self._give_up(str(error), owes=False)
         except RankLost:
             self._is_broken = True  # training waits for that rank as well, and says so
-        except (LowDiffError, OSError, ValueError) as error:
-            if not self._is_over:
-                self._give_up(str(error), owes=False)
         finally:
             with self._changed:
                 self._is_over = True
@@ -256,17 +258,16 @@ class Ward:
             self._changed.notify_all()
 
     def _append(self, note: Note) -> bool:
-        """Add a record of the step; whether it is that of its rank."""
+        """Add a record of the step; whether it is there.
+
+        Raises:
+            StorageError: If it is not equal to that of its rank.
+        """
         sections = self._sections_of(note.step)
         if sections is None or self._log is None:
             return False
         if not self._write(self._log, note, [*sections, *note.sections]):
             self._give_up("there is no room for more steps before the next snapshot")
-            return False
-        if note.checksum not in (0, self._log.checksum):
-            self._give_up(
-                f"the copy of step {note.step} is not equal to what rank {self.rank} staged"
-            )
             return False
         return True
 
@@ -279,6 +280,7 @@ class Ward:
             sections,
             durable_step=self._free_step(),
             rebases=note.rebases,
+            expected=note.checksum,
         )
         return written is not None
 
@@ -292,10 +294,12 @@ class Ward:
             self._changed.wait_for(
                 lambda: self._is_broken or self._is_over or bool(self._waiting), _PATIENCE_SECONDS
             )
-            while self._waiting:
-                at, sections = self._waiting.popleft()
-                if at == step:
-                    return sections
+            while self._waiting and self._waiting[0][0] < step:
+                self._waiting.popleft()
+            if self._waiting and self._waiting[0][0] == step:
+                return self._waiting.popleft()[1]
+        if not (self._is_broken or self._is_over):
+            self._give_up(f"step {step} was not kept")
         return None
 
     # By either.
