@@ -193,6 +193,24 @@ def test_copies_are_reported_on(command: Command, tmp_path: Path) -> None:
     assert [detail.endswith(", 2 copies") for detail in details] == [False, True, True, True]
 
 
+def test_the_document_says_what_its_command_says_of_copies(command: Command) -> None:
+    text = (ROOT / "docs/tuning.md").read_text()
+    line = next(
+        line for line in text.splitlines() if "--copies" in line and line[:13] == "lowdiff plan "
+    )
+    arguments = shlex.split(line)[1:]
+    shown = " ".join(command(*arguments).out.split())
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("| Copies on")[2], re.MULTILINE)[:7]
+    assert [row for row in rows if " ".join(row) not in shown] == []
+    assert len({name for name, _ in rows} & {"with Gemini", "memory of a node, survivors"}) == 2
+    log, without = (
+        json.loads(command(*given, "--json").out)["side_by_side"]["rows"][1]["wasted_share"]
+        for given in (arguments, [*arguments, "--copies", "1"])
+    )
+    said = f"wastes {100 * log:.2f} % of the time instead of {100 * without:.2f} %"
+    assert said in " ".join(text.split())
+
+
 def test_without_copies_nothing_is_said_of_them(command: Command) -> None:
     document = json.loads(command(*PLAN, "--gpus", "16", "--json").out)
     assert document["copies"] is None
