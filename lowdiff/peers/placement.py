@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowdiff.core.placement import Placement, place, survival_probability
-
-__all__ = ["Peers", "Placement", "peers_of", "place", "survival_probability"]
+from lowdiff.core.placement import Placement, place
 
 
 @dataclass(frozen=True, slots=True)
