@@ -175,8 +175,8 @@ class Checkpointer:
         hang_seconds: With strategy ``"survivors"``, and with ranks on several nodes: after how long
             without a step ranks that wait for each other hang; None: after 20 times the median step,
             and at least 60 s.
-        on_hang: What happens then, once the state is saved: ``"save"`` waits on, ``"exit"`` ends the
-            process with status 1, so that its launcher starts anew.
+        on_hang: What happens then, once the state is saved or cannot be: ``"save"`` waits on, ``"exit"``
+            ends the process with status 1, so that its launcher starts anew.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
