@@ -176,8 +176,8 @@ class Checkpointer:
         hang_seconds: With strategy ``"survivors"``, and with ranks on several nodes: after how long
             without a step ranks that wait for each other hang; None: after 20 times the median step,
             and at least 60 s.
-        on_hang: What happens then, once the state is saved: ``"save"`` waits on, ``"exit"`` ends the
-            process with status 1, so that its launcher starts anew.
+        on_hang: What happens then, once the state is saved or cannot be: ``"save"`` waits on, ``"exit"``
+            ends the process with status 1, so that its launcher starts anew.
         copies: On how many nodes everything that a rank stages lies in memory, its own included: the loss
             of any ``copies - 1`` nodes then takes no step that was replicated (docs/peers.md). 1: on its
             own alone.

@@ -37,8 +37,8 @@ from lowdiff.tuner.just_in_time import (
 LOG_OVERHEAD_SHARE = 0.021
 #: Likewise, of docs/results/lowdiff_plus.json.
 REPLICA_OVERHEAD_SHARE = 0.046
-#: Of a step of the same model: 0.9 of 411 ms of the training thread's processor time (docs/tuning.md).
-SURVIVORS_OVERHEAD_SHARE = 0.002
+#: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
+SURVIVORS_OVERHEAD_SHARE = 0.006
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.

@@ -194,7 +194,8 @@ class FailureWatch:
         self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
         Code.HANG_SEEN.warn(text, step=step, seconds=seconds)
-        if self.save("the ranks hang") and self._on_hang == "exit":
+        self.save("the ranks hang")
+        if self._on_hang == "exit":  # also where nothing can be saved: else nobody starts anew
             self._leave(1)
 
     def _leave(self, status: int) -> None:
