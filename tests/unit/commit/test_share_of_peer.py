@@ -55,7 +55,7 @@ def shares(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "share_of", seen)
         checkpointer = lowdiff.Checkpointer(
-            f"{folder}/run", staging=f"{folder}/staging-{rank}", **settings
+            f"{folder}/run", staging=f"{folder}/staging", **settings
         )
         checkpointer.attach(training.model, training.optimizer, **training.stateful)
         for step in checkpointer.steps(5):

@@ -76,4 +76,4 @@ def test_a_warning_at_error_level_may_carry_the_traceback(caplog: pytest.LogCapt
 def test_codes_are_two_letters_and_a_number_and_each_is_there_once() -> None:
     values = [code.value for code in Code.__members__.values()]
     assert len(set(values)) == len(Code.__members__), "one of them is only another name"
-    assert all(re.fullmatch(r"LD[1-8][0-9]{2}", value) for value in values)
+    assert all(re.fullmatch(r"LD[1-9][0-9]{2}", value) for value in values)
