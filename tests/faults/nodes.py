@@ -34,7 +34,7 @@ from tests.processes import PATIENCE_SECONDS
 INTERFACE = "eth0"
 #: CLONE_NEWNS, CLONE_NEWPID and CLONE_NEWNET of linux/sched.h.
 _NEW_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000
-_BRIDGE = "bridge"
+_BRIDGE = "br0"
 _TOOLS = ("ip", "mount", "nsenter", "unshare")
 _DISK_MEBIBYTES = _MEMORY_MEBIBYTES = 2048
 _LOOK_SECONDS = 0.01
@@ -50,7 +50,9 @@ def why_no_nodes() -> str:
     if missing:
         return f"nodes need {', '.join(missing)}"
     options = ["-m", "-n", "-p", "-f", "--mount-proc", "--kill-child"]
-    tries = "mount -t tmpfs tmpfs /dev/shm && ip link add a type veth peer name b && ip link add c type bridge"
+    tries = "mount -t tmpfs tmpfs /dev/shm && " + " && ".join(
+        f"ip link add {what}" for what in ("br0 type bridge", "end1 type veth peer name end2")
+    )
     done = subprocess.run(
         ["unshare", *options, "sh", "-c", tries], capture_output=True, text=True, check=False
     )
@@ -317,6 +319,8 @@ def _furnish(disk: str, address: str) -> None:
         f"ip link set {INTERFACE} up",
     ):
         _do(*command.split())
+    with suppress(OSError):  # its messages would be counted as the training's
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
 
 
 def _obey(line: Connection, word: str, *rest: Any) -> None:

@@ -103,7 +103,9 @@ def test_folders_of_nodes_that_hold_two_lives_of_one_number_are_refused(
 ) -> None:
     run = f"{tmp_path}/run-{{rank}}"
     assert pool.run(attach, 2, run) == ["", ""]
-    for rank in range(2):  # each goes on alone, as the same life, without the other's half of the state
+    for rank in range(
+        2
+    ):  # each goes on alone, as the same life, without the other's half of the state
         shutil.copytree(tmp_path / f"run-{rank}", tmp_path / f"alone-{rank}" / "run")
     alone = f"{tmp_path}/alone-{{rank}}/run"
     for rank in range(2):
