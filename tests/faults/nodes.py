@@ -32,6 +32,8 @@ from tests.background import fork_processes, torch_loaded
 from tests.processes import PATIENCE_SECONDS
 
 INTERFACE = "eth0"
+#: Exit status of a process whose function raised an error.
+FAILED = 70
 #: CLONE_NEWNS, CLONE_NEWPID and CLONE_NEWNET of linux/sched.h.
 _NEW_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000
 _BRIDGE = "br0"
@@ -343,7 +345,7 @@ def _begin(
     environment: dict[str, str],
 ) -> None:
     """The life of a started process; never returns."""
-    code = 1
+    code = FAILED
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
