@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,8 @@ _LEAST_STEPS, _MOST_STEPS = 4, 1024
 _SECTION_BYTES = 64
 #: Files that hold items with strategy survivors, all of them together with one that is being written.
 _ITEM_FILES = 5
+#: Images of a rank's share of a snapshot that a copy has at a time.
+_NUM_COPIED = 2
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
 
@@ -89,7 +91,9 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     num_guests = len(node.others) if node.first == ranks.rank else 0
     peers = peers_of(ranks.rank, node.of_rank, settings.copies)
     need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps, num_guests)
+    need = _with_copies(settings, need, len(peers.wards))
     cap, is_tight = _cap(root, need, ranks)
+    cap //= 1 + len(peers.wards)  # each copy has a log as long
     if not has_staged and is_tight:
         Code.STAGING_TIGHT.warn(
             f"staging in {root} has no room for a second life: after a crash the next one must "
@@ -103,6 +107,22 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             rank=ranks.rank,
         )
     return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes, node, peers)
+
+
+def _with_copies(settings: Settings, need: StagingNeed, num_wards: int) -> StagingNeed:
+    """Add what is kept for ranks on other nodes: of each as much as it stages itself, but its residual."""
+    if settings.strategy == "replica":
+        kept = (
+            need.snapshot_bytes + need.replica_bytes // 2
+        )  # the replica's state, and the trainer's image
+    else:
+        kept = _NUM_COPIED * need.snapshot_bytes
+    return replace(
+        need,
+        copies_bytes=num_wards * kept,
+        log_bytes=(1 + num_wards) * need.log_bytes,
+        least_log_bytes=(1 + num_wards) * need.least_log_bytes,
+    )
 
 
 def _node(settings: Settings, ranks: Ranks) -> Node:
@@ -137,7 +157,8 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
         f"staging at {root} takes up to "
         f"{(need.least_bytes - need.least_log_bytes + cap) / _MIB:.1f} MiB (residual "
         f"{need.residual_bytes / _MIB:.1f}, snapshot about {need.snapshot_bytes / _MIB:.1f}, "
-        f"replica {need.replica_bytes / _MIB:.1f}, log {cap / _MIB:.1f}), shared with "
+        f"replica {need.replica_bytes / _MIB:.1f}, copies {need.copies_bytes / _MIB:.1f}, log "
+        f"{cap / _MIB:.1f}), shared with "
         f"{len(here) - 1} other rank(s); {room.free_bytes / _MIB:.1f} MiB are free",
         rank=ranks.rank,
     )

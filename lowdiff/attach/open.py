@@ -377,9 +377,9 @@ def _begin(
             survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
             if memory.node.others:
-                if copies is not None:
-                    copies.wait_for_base(start.step)
-                ranks.gather(None)  # from here on no rank can fail to begin
+                with ranks.together():  # from here on no rank can fail to begin
+                    if copies is not None:
+                        copies.wait_for_base(start.step)
                 if memory.node.first == ranks.rank:
                     write_file(settings.folder.begun(fence.incarnation), b"")
             meter.note(past.attached())

@@ -68,6 +68,10 @@ class Copies(Protocol):
         """Tell replicas of others how far all ranks are."""
         ...
 
+    def begin_anew(self) -> None:
+        """Make the folders again after somebody removed staging."""
+        ...
+
     def snapshot(self, sealed: Sealed) -> None:
         """Make the shares of others in a snapshot."""
         ...
@@ -173,6 +177,8 @@ class Staging:
         self._measurements.reopen()
         if self._standby is not None:
             self._standby.begin_anew()
+        if self._copies is not None:
+            self._copies.begin_anew()
         self._queue.begin_anew(step)
 
     def stage_base(self, base: Sealed) -> None:

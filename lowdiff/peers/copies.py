@@ -29,7 +29,7 @@ from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.staging import share_of_items
 from lowdiff.compressors.collectives import leave
 from lowdiff.core.events import Code
-from lowdiff.errors import LowDiffError, RankLost, StorageError
+from lowdiff.errors import RankLost, StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.persistence.files.mapped_file import ImageMark
@@ -146,6 +146,8 @@ class Ward:
         self._is_broken = False
         self._is_over = False
         self._changed = threading.Condition()
+        #: Held while what was received is written.
+        self._writing = threading.Lock()
 
     # By the thread that trains.
 
@@ -201,16 +203,38 @@ class Ward:
         if not is_here or self.held_step < step:
             raise RankLost(f"rank {self.rank} did not tell what it alone has")
 
+    def begin_anew(self) -> None:
+        """Make the folder again after somebody removed staging; the next snapshot is the first.
+
+        Raises:
+            StorageError: If it cannot be made.
+        """
+        # Then nobody waits for this thread with the lock.
+        self._give_up("its copy was removed", owes=False)  # a snapshot follows
+        with self._writing:
+            self._area.make_anew()
+            if self._log is not None:
+                self._log = self._log.anew()
+            if self._items is not None:
+                self._items = StagedItems(self._folder, self._all)
+            self.held_step = self.copied_step = -1
+            self._image = None
+
     # By the thread that receives.
 
     def receive(self, receiver: Receiver) -> None:
         """Put together what the rank sends and what is made here, until it sends no more."""
         try:
             while (message := receiver.receive()) is not None:
-                self._take(Note(**decode(message)))
-        except (LowDiffError, OSError, ValueError) as error:
-            if not self._is_over:
-                self._give_up(str(error), owes=False)
+                note = Note(**decode(message))
+                try:
+                    with self._writing:
+                        self._take(note)
+                except (StorageError, OSError) as error:
+                    if not self._is_over:
+                        self._give_up(str(error), owes=False)
+        except RankLost:
+            self._is_broken = True  # training waits for that rank as well, and says so
         finally:
             with self._changed:
                 self._is_over = True
@@ -234,17 +258,16 @@ class Ward:
             self._changed.notify_all()
 
     def _append(self, note: Note) -> bool:
-        """Add a record of the step; whether it is that of its rank."""
+        """Add a record of the step; whether it is there.
+
+        Raises:
+            StorageError: If it is not equal to that of its rank.
+        """
         sections = self._sections_of(note.step)
         if sections is None or self._log is None:
             return False
         if not self._write(self._log, note, [*sections, *note.sections]):
             self._give_up("there is no room for more steps before the next snapshot")
-            return False
-        if note.checksum not in (0, self._log.checksum):
-            self._give_up(
-                f"the copy of step {note.step} is not equal to what rank {self.rank} staged"
-            )
             return False
         return True
 
@@ -257,6 +280,7 @@ class Ward:
             sections,
             durable_step=self._free_step(),
             rebases=note.rebases,
+            expected=note.checksum,
         )
         return written is not None
 
@@ -270,10 +294,12 @@ class Ward:
             self._changed.wait_for(
                 lambda: self._is_broken or self._is_over or bool(self._waiting), _PATIENCE_SECONDS
             )
-            while self._waiting:
-                at, sections = self._waiting.popleft()
-                if at == step:
-                    return sections
+            while self._waiting and self._waiting[0][0] < step:
+                self._waiting.popleft()
+            if self._waiting and self._waiting[0][0] == step:
+                return self._waiting.popleft()[1]
+        if not (self._is_broken or self._is_over):
+            self._give_up(f"step {step} was not kept")
         return None
 
     # By either.
@@ -332,8 +358,7 @@ class ReplicaWard(Ward):
     ) -> None:
         super().__init__(area, live, log)
         self._replica = replica
-        self._page = StatusPage(area.folder.trainer_status, TrainerStatus(os.getpid()))
-        StatusPage(area.folder.status, WriterStatus())  # nobody writes its images to a disk
+        self._tell_processes()
 
     def show(self, step: int, committed_step: int) -> None:
         """See `Ward`: the replica applies what is committed."""
@@ -382,6 +407,18 @@ class ReplicaWard(Ward):
                 return False
             time.sleep(_LOOK_SECONDS)
         return True
+
+    def begin_anew(self) -> None:
+        """See `Ward`."""
+        self._replica.stop()
+        super().begin_anew()
+        self._replica.begin_anew()
+        self._tell_processes()
+
+    def _tell_processes(self) -> None:
+        folder = self._folder
+        self._page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
+        StatusPage(folder.status, WriterStatus())  # nobody writes its images to a disk
 
     def close(self, *, removes: bool) -> None:
         """See `Ward`."""
@@ -480,6 +517,15 @@ class Copies:
         least = min(news.copied for news in heard)
         for ward in self._wards:
             ward.trim(least)
+
+    def begin_anew(self) -> None:
+        """Make the folders again after somebody removed staging.
+
+        Raises:
+            StorageError: If one cannot be made.
+        """
+        for ward in self._wards:
+            ward.begin_anew()
 
     def show(self, step: int, committed_step: int) -> None:
         """Tell replicas of others how far all ranks are."""

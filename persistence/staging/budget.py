@@ -28,7 +28,9 @@ class StagingNeed:
         snapshot_bytes: Image of its share of a full snapshot, estimated before the first step.
         log_bytes: The log, with room for many steps of delay by storage.
         least_log_bytes: The log if memory is short; training then waits for storage earlier.
-        replica_bytes: A replica's state, and a copy of it while the disk takes it (LowDiff+).
+        replica_bytes: A replica's state, and a copy of it while the disk takes it (LowDiff+); what
+            survivors save.
+        copies_bytes: What is kept for ranks on other nodes, but their logs.
     """
 
     residual_bytes: int
@@ -36,11 +38,13 @@ class StagingNeed:
     log_bytes: int
     least_log_bytes: int
     replica_bytes: int = 0
+    copies_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
         """Return the least that works at all."""
-        return self.residual_bytes + self.snapshot_bytes + self.least_log_bytes + self.replica_bytes
+        fixed = self.residual_bytes + self.snapshot_bytes + self.replica_bytes + self.copies_bytes
+        return fixed + self.least_log_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             f"({_mib(sum(n.residual_bytes for n in needs))} residuals, "
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
             f"{_mib(sum(n.replica_bytes for n in needs))} replicas, "
+            f"{_mib(sum(n.copies_bytes for n in needs))} copies for other nodes, "
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
             f"free{_limited(room)} (staging of a killed incarnation is released once the next one has "
             "begun). Enlarge it (docker: --shm-size; Kubernetes: a volume emptyDir: {medium: "

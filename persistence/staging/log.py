@@ -106,6 +106,7 @@ class StagingLog:
         durable_step: int,
         rebases: bool = False,
         drop: bool = False,
+        expected: int = 0,
     ) -> int | None:
         """Stage one record.
 
@@ -117,13 +118,15 @@ class StagingLog:
             durable_step: Records up to here may be overwritten.
             rebases: Whether the step cannot be replayed.
             drop: Whether at the cap the oldest records go, durable or not; see `dropped_step`.
+            expected: CRC-32C that its body must have; 0 for any.
 
         Returns:
             Bytes written, or None if the log is at its cap: wait until more is durable.
 
         Raises:
             StorageError: If a chunk that is too small could not grow, and nothing becomes durable
-                that would help. All that is not durable is as it was, but for `dropped_step`.
+                that would help. All that is not durable is as it was, but for `dropped_step`. Also if
+                its body is not the one that is expected: then there is no record.
         """
         if self._ahead is not None:
             assert kind is RecordKind.DIFFERENTIAL
@@ -135,6 +138,8 @@ class StagingLog:
         copy = CheckedCopy(self._body())
         write_sections(copy, sections)
         copy.add(meta.ljust(padded(len(meta)), b"\0"))
+        if expected not in (0, copy.checksum):
+            raise StorageError(f"the record of step {step} is not equal to the one that it copies")
         self._seal(kind, step, len(meta), copy, rebases=rebases)
         if kind is RecordKind.DIFFERENTIAL:
             self._usual_bytes = size - HEADER_BYTES

@@ -128,6 +128,7 @@ def main(*words: str) -> int:
         "--object", action="store_true", help="attach one that every rank has otherwise"
     )
     parser.add_argument("--strategy", default="survivors")
+    parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--own-disks", action="store_true", help="a run folder for each node")
     parser.add_argument("--node-dies", action="store_true", help="with its writer and replica")
     parser.add_argument("--hang-seconds", type=float, default=None)
@@ -179,6 +180,7 @@ def main(*words: str) -> int:
         (node if args.own_disks else args.folder) / "run",
         **STRATEGIES[args.strategy],
         staging=node / "staging",
+        copies=args.copies,
         snapshot_every=args.snapshot_every,
         hang_seconds=args.hang_seconds,
         on_hang="exit",

@@ -1,0 +1,68 @@
+"""Copies on other nodes: all processes die at once, a node is lost with all it had, and no step is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.crash.launch.survivor_lives import Lives
+from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
+
+#: Ranks 0 and 1 on two nodes; each node has a disk of its own.
+WORDS = ("--nodes", "01", "--own-disks", "--copies", 2)
+
+
+def lost(folder: Path, strategy: str, *options: object, victim: int = 1) -> Lives:
+    """All die in one body, with their writers and replicas, and a node's memory and disk are lost."""
+    words = [*WORDS, "--strategy", strategy, "--seeds", *options]
+    faults = {rank: [*dies("backward"), "--node-dies"] for rank in (0, 1)}
+    gone = folder / f"node{victim}"
+    return broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(gone))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["replica", "cast"])
+def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
+    tmp_path: Path, strategy: str
+) -> None:
+    found = lost(tmp_path / "lost", strategy)
+    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--seeds")
+    check(found, expected, resumed=AT)
+    assert "LD803" not in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [3, 100])
+@pytest.mark.parametrize("strategy", ["replica", "cast", "topk"])
+def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> None:
+    found = lost(tmp_path / "lost", strategy, "--snapshot-every", every, victim=0)
+    assert found.resumed == [0, AT], found.output
+    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--seeds")
+    if strategy != "topk":
+        check(found, expected, resumed=AT)
+    for rank in (0, 1):
+        assert found.states(rank)[AT] == expected.states(rank)[AT]
+    assert ("LD312" in found.output) == (strategy == "topk")
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_survivors_go_back_to_the_last_snapshot_where_none_is_left(tmp_path: Path) -> None:
+    found = lost(tmp_path / "lost", "survivors", "--snapshot-every", 4)
+    expected = whole(tmp_path / "whole", 2, "--strategy", "survivors", "--seeds")
+    check(found, expected, resumed=4)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_what_a_lost_rank_alone_had_is_in_its_copy(tmp_path: Path) -> None:
+    """Generators, and batch norm's buffers of rank 0; but for copies they would be lost with it."""
+    folder = tmp_path / "lost"
+    words = [*WORDS, "--seeds", "--object"]
+    faults = {0: [*dies("backward"), "--node-dies"]}
+    found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(folder / "node0"))
+    check(found, whole(tmp_path / "whole", 2, "--seeds", "--object"), resumed=AT)
+    assert "LD803" not in found.output
