@@ -83,7 +83,7 @@ class LossCampaign:
     _printed: list[int] = field(default_factory=list)
     _ranks: list[Rank] = field(default_factory=list)
     _states: list[dict[int, str]] = field(default_factory=list)
-    _generators: list[dict[int, str]] = field(default_factory=list)
+    _own: list[dict[int, str]] = field(default_factory=list)
     _is_seeded_anew: bool = False
     _learns: bool = True
 
@@ -92,7 +92,7 @@ class LossCampaign:
         self.folder.mkdir(parents=True)
         self._read, self._printed = [0] * self.size, [0] * self.size
         self._states = [{} for _ in range(self.size)]
-        self._generators = [{} for _ in range(self.size)]
+        self._own = [{} for _ in range(self.size)]
         with Network(self.folder) as self._network:
             self._nodes = [self._network.start() for _ in range(self.size)]
             self._live_whole()
@@ -403,12 +403,12 @@ class LossCampaign:
         if self._learns or self.strategy == "topk":
             states.setdefault(step, line["state"])
         if self._learns:
-            self._generators[rank][step] = line["generator"]
+            self._own[rank][step] = line["own"]
         if line["state"] != states.get(step):
             self.outcome.lose(f"rank {rank} {line['word']} step {step} with other bits")
         is_new = line["word"] == "made" and not self._is_seeded_anew
-        if is_new and line["generator"] != self._generators[rank].get(step):
-            self.outcome.lose(f"rank {rank} made step {step} with another generator")
+        if is_new and line["own"] != self._own[rank].get(step):
+            self.outcome.lose(f"rank {rank} made step {step} with other generators or buffers")
         self._made = max(self._made, step)
         durable = line["durable"] if self.shares_disk else -1
         self._durable = max(self._durable, durable)

@@ -1,8 +1,9 @@
 """One rank of a training whose nodes are lost: ``RANK WORLD_SIZE STORE FOLDER UNTIL STRATEGY`` and more.
 
 It appends a line of JSON for every step to ``FOLDER/report.RANK``, with the digest of the state and
-the newest step that all copies have. The generators have a digest of their own: where survivors
-save a step for a rank that died in it, they may be seeded anew, and a warning says so.
+the newest step that all copies have. What a rank alone has is in a digest of its own, generators and
+buffers that DDP takes from rank 0: where survivors save a step for a rank whose copies are lost as
+well, they begin anew, and a warning says so.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ def main(*words: str) -> int:
     report = os.open(args.folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def tell(word: str, step: int) -> None:
+        own = [torch.get_rng_state(), dict(net.named_buffers())]
+        model_state = net.state_dict() if rank == 0 else dict(net.named_parameters())
         state = {
-            "model": {name: value.detach() for name, value in net.state_dict().items()},
+            "model": {name: value.detach() for name, value in model_state.items()},
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
         }
@@ -88,7 +91,7 @@ def main(*words: str) -> int:
             "word": word,
             "step": step,
             "state": digest(state),
-            "generator": digest(torch.get_rng_state()),
+            "own": digest(own),
             "replicated": stats.get("replicated_step", -1),
             "durable": stats["durable_step"],
             "pid": os.getpid(),
