@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowdiff.tuner import charts
+from lowdiff.tuner.copies import copies_facts, copies_title
 from lowdiff.tuner.report import (
     STRATEGY_HEADS,
     Report,
@@ -97,6 +98,7 @@ def html_page(report: Report) -> str:
             ),
         ),
         _side_by_side(report),
+        _copies(report),
         _strategies(report),
         _costs(report),
         _decisions(report),
@@ -133,6 +135,13 @@ def _side_by_side(report: Report) -> str:
         f'those on local disks, of all ranks.</p><div class="wide">{table}</div>'
         f"<p>{escape(published_text(found.published))}</p>",
     )
+
+
+def _copies(report: Report) -> str:
+    found = report.question.copies
+    if found is None:
+        return ""
+    return _section(copies_title(found), _table((), copies_facts(found)))
 
 
 def _strategies(report: Report) -> str:

@@ -88,6 +88,16 @@ class Job:
             raise ConfigError(f"a model has at least 1 parameter, got {self.params}")
 
     @property
+    def state_bytes(self) -> float:
+        """Return the bytes of parameters and optimizer state, in float32."""
+        return 4.0 * self.params * (1 + OPTIMIZERS[self.optimizer])
+
+    @property
+    def residual_bytes(self) -> float:
+        """Return the bytes of one rank's error-feedback residual."""
+        return 4.0 * self.params
+
+    @property
     def ranks_per_node(self) -> int:
         """Return the number of ranks that share a node."""
         return min(self.gpus, self.gpus_per_node)
@@ -96,6 +106,21 @@ class Job:
     def num_nodes(self) -> int:
         """Return the number of machines; the last one may have free places."""
         return -(-self.gpus // self.gpus_per_node)
+
+
+def spread(gpus: int, nodes: int) -> int:
+    """Return how many GPUs each node has; the last one may have fewer.
+
+    Raises:
+        ConfigError: If a node would have none.
+    """
+    each = -(-gpus // nodes)
+    taken = -(-gpus // each)
+    if taken != nodes:
+        raise ConfigError(
+            f"{gpus:,} GPUs, {each:,} on each node, take {taken:,} nodes, not {nodes:,}"
+        )
+    return each
 
 
 def planned(job: Job, stated: Collection[str] = ()) -> Measured:
@@ -112,9 +137,8 @@ def planned(job: Job, stated: Collection[str] = ()) -> Measured:
             option is marked as assumed.
     """
     entries = job.density * job.params
-    state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
-    residual = 4.0 * job.params
-    share = state / job.gpus + residual
+    residual = job.residual_bytes
+    share = job.state_bytes / job.gpus + residual
     # Every rank reads and checks all shares, residuals included, through its node's disk.
     load = share * job.gpus / job.disk_bytes_per_second
     decode = entries * min(job.gpus, 1 / job.density) * 2e-9

@@ -21,6 +21,7 @@ from lowdiff.tuner.choice import (
     stored_bytes,
     written_bytes_per_hour,
 )
+from lowdiff.tuner.copies import PlannedCopies
 from lowdiff.tuner.costs import (
     Costs,
     Estimate,
@@ -64,6 +65,7 @@ class Question:
         current: Current setting of the run; None for a plan.
         failure_shape: Weibull shape of the simulated failures.
         assumptions: What the table of strategies assumes.
+        copies: Copies in other nodes' memory; None where there are none, and for a run.
         known_warnings: Warnings that are known before anything is computed.
         assumed_because: Reason why costs are assumed, if any are.
         decisions: Decisions of the online policy, oldest first.
@@ -79,6 +81,7 @@ class Question:
     current: Setting | None = None
     failure_shape: float = 1.0
     assumptions: Assumptions = field(default_factory=Assumptions)
+    copies: PlannedCopies | None = None
     known_warnings: tuple[str, ...] = ()
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
@@ -185,6 +188,7 @@ class Report:
                 "assumptions": asdict(question.assumptions),
                 **asdict(self.side_by_side),
             },
+            "copies": question.copies and question.copies.document(),
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),

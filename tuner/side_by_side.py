@@ -3,7 +3,8 @@
 Every strategy is weighed by one formula, ``w = overhead + (restart + loss) / M`` in seconds per second
 of useful training, with a failure every ``M`` seconds; that of Gupta et al. (``just_in_time``) has the
 same terms. Costs of files and of logged steps are the job's own. What a strategy adds to each step is a
-share that was measured (docs/benchmarks.md), unless the user states one.
+share that was measured (docs/benchmarks.md), unless the user states one. With copies in other nodes'
+memory the loss of a node is weighed as that of one node at a time.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class Assumptions:
             saves the state.
         snapshot_every: Steps between full snapshots of replica and survivors.
         save_seconds: Time of one ``torch.save``; None: rank 0 writes the whole state to its node's disk.
+        copies: On how many nodes everything lies in memory, its own included.
+        copies_overhead_share: Seconds that copies on other nodes add to a second of training. Not measured
+            yet.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -69,9 +73,11 @@ class Assumptions:
     all_at_once_share: float = ALL_AT_ONCE_SHARE
     snapshot_every: int = 100
     save_seconds: float | None = None
+    copies: int = 1
+    copies_overhead_share: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("log", "replica", "survivors"):
+        for name in ("log", "replica", "survivors", "copies"):
             share = getattr(self, f"{name}_overhead_share")
             if share is not None and not 0 <= share < math.inf:
                 raise ConfigError(f"the overhead of {name} is a share, at least 0, got {share}")
@@ -79,6 +85,8 @@ class Assumptions:
             raise ConfigError(f"all_at_once_share is a share, 0 to 1, got {self.all_at_once_share}")
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every counts steps from 1, got {self.snapshot_every}")
+        if self.copies < 1:
+            raise ConfigError(f"copies counts nodes, each rank's own included, got {self.copies}")
         if self.save_seconds is not None and not 0 < self.save_seconds < math.inf:
             raise ConfigError(f"save_seconds must be positive, got {self.save_seconds}")
 
@@ -181,6 +189,15 @@ class _Job:
         return node / (process + node)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether another node's memory has all that a lost node had."""
+        return self.assumed.copies > 1
+
+    @property
+    def copies_overhead(self) -> float:
+        return self.assumed.copies_overhead_share if self.has_copies else 0.0
+
+    @property
     def read_seconds(self) -> float:
         """Time in which a rank reads the whole state back from memory."""
         return READ_OVER_COPY * self.plain.snapshot_seconds * self.plain.world_size
@@ -264,26 +281,32 @@ def _log(job: _Job, setting: Setting) -> Row:
     costs, share = job.costs, job.assumed.log_overhead_share
     if share is not None:
         costs = replace(costs, differential_seconds=share * costs.step_seconds)
+    added = job.copies_overhead * costs.step_seconds
+    costs = replace(costs, differential_seconds=costs.differential_seconds + added)
     f, b = setting.snapshot_every, setting.batch_size
     found = waste(costs, job.rates, f, b)
     process, node = lost_steps(costs, f, b)
+    from_disk = after_node = recovery_seconds(costs, f, b)
+    if job.has_copies:  # records and the image that they follow are in memory
+        node = process
+        after_node = costs.restart_seconds + job.read_seconds + costs.replay_seconds * (f - 1) / 2
     steps = (1 - job.node_share) * process + job.node_share * node
     return job.row(
         "log",
-        f"f = {f:,}, b = {b}",
+        f"f = {f:,}, b = {b}{_copies(job)}",
         overhead=found.differentials + found.snapshots + found.backpressure,
         lost=steps * loop_seconds(costs, f, b),
-        restart=recovery_seconds(costs, f, b),
+        restart=(1 - job.node_share) * from_disk + job.node_share * after_node,
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
     )
 
 
 def _replica(job: _Job) -> Row:
-    overhead = job.assumed.replica_overhead_share
+    overhead = job.assumed.replica_overhead_share + job.copies_overhead
     step = (1 + overhead) * job.plain.step_seconds
-    # The replicas of a lost node go with it; what they held, survivors on other nodes save.
+    # The replicas of a lost node go with it; what they held, copies have, or survivors on other nodes save.
     fallen = job.node_share if job.num_nodes == 1 else 0.0
-    saving = job.node_share * job.save_seconds
+    saving = 0.0 if job.has_copies else job.node_share * job.save_seconds
     in_memory = job.plain.restart_seconds + saving + job.read_seconds
     return job.row(
         "replica",
@@ -298,7 +321,7 @@ def _replica(job: _Job) -> Row:
 def _survivors(job: _Job) -> Row:
     plain = job.plain
     snapshots = plain.snapshot_seconds / (job.snapshot_every * plain.step_seconds)
-    overhead = job.assumed.survivors_overhead_share + snapshots
+    overhead = job.assumed.survivors_overhead_share + snapshots + job.copies_overhead
     step = (1 + overhead) * plain.step_seconds
     fallen = job.nobody_share
     in_memory = plain.restart_seconds + job.save_seconds + job.read_seconds
@@ -318,7 +341,11 @@ def _snapshot_bytes_per_day(job: _Job, step_seconds: float) -> float:
 
 
 def _snapshots(job: _Job) -> str:
-    return f"f = {job.snapshot_every:,}"
+    return f"f = {job.snapshot_every:,}{_copies(job)}"
+
+
+def _copies(job: _Job) -> str:
+    return f", {job.assumed.copies} copies" if job.has_copies else ""
 
 
 def _every(steps: int) -> str:

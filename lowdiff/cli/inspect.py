@@ -98,6 +98,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         first, last = found.in_memory.first, found.in_memory.last
         told += f" ({span(first, last)}: in memory, until a reboot)"
     yield "recoverable", told
+    if found.copies_of:
+        yield "copies", f"of rank {', '.join(map(str, found.copies_of))}, on other nodes"
     if found.pins:
         pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)
         yield "pinned", ", ".join(pins)

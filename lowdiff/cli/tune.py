@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from lowdiff.cli.output import AsJson
+from lowdiff.errors import ConfigError
 
 #: Largest number of ranks: more than any machine has, and within the range of the cost model.
 _MOST_RANKS = 10_000_000
@@ -189,6 +190,31 @@ def plan(
     gpus_per_node: Annotated[
         int, Option(min=1, max=_MOST_RANKS, metavar="N", help="Ranks that share a node's disk.")
     ] = 8,
+    nodes: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=_MOST_RANKS,
+            metavar="N",
+            help="Nodes that the GPUs are spread over, instead of --gpus-per-node.",
+        ),
+    ] = None,
+    copies: Annotated[
+        int,
+        Option(
+            min=1,
+            metavar="M",
+            help="Nodes in whose memory a rank's data lies, its own included: Checkpointer(copies=M).",
+        ),
+    ] = 1,
+    copies_overhead: Annotated[
+        float,
+        Option(
+            min=0,
+            metavar="P",
+            help="What copies on other nodes add to a step, as a share of it; not measured yet.",
+        ),
+    ] = 0.0,
     copy: Annotated[
         str, Option(metavar="RATE", help="From a GPU to the node's memory.")
     ] = "10GB/s",
@@ -229,8 +255,19 @@ def plan(
     """
     from lowdiff.cli.tuning_report import assumptions_of, limits_of, print_report, question_of_plan
     from lowdiff.tuner import units
-    from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
+    from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job, spread
 
+    # Options that the user typed. Values do not tell, because a user may type a default.
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    # Compare by name, because the enumeration's package depends on the release of typer.
+    typed = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    if nodes is not None:
+        if "gpus_per_node" in typed:
+            raise ConfigError(
+                "give --nodes or --gpus-per-node, not both: each follows from the other"
+            )
+        gpus_per_node = spread(gpus, nodes)
+        typed.add("gpus_per_node")
     job = Job(
         params=units.count(params),
         optimizer=optimizer,
@@ -243,8 +280,6 @@ def plan(
         restart_seconds=units.seconds(restart),
         store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
-    # Options that the user typed. Values do not tell, because a user may type a default.
-    sources = {name: context.get_parameter_source(name) for name in context.params}
     question = question_of_plan(
         job,
         mtbf_seconds=units.seconds(mtbf),
@@ -259,8 +294,9 @@ def plan(
             all_at_once=all_at_once,
             snapshot_every=snapshot_every,
             save_time=save_time,
+            copies=copies,
+            copies_overhead=copies_overhead,
         ),
-        # Compare by name, because the enumeration's package depends on the release of typer.
-        typed={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
+        typed=typed,
     )
     print_report(question, html, as_json=as_json)

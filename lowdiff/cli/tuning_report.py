@@ -24,6 +24,7 @@ from lowdiff.persistence.staging.measurements import (
 from lowdiff.persistence.store.client import is_url
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.copies import copies_facts, copies_title, planned_copies
 from lowdiff.tuner.costs import Estimate
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
@@ -77,6 +78,8 @@ def assumptions_of(
     all_at_once: float,
     snapshot_every: int,
     save_time: str | None,
+    copies: int = 1,
+    copies_overhead: float = 0.0,
 ) -> Assumptions:
     """Return what the table of strategies assumes; no overhead of log if the run has measured it."""
     return Assumptions(
@@ -86,6 +89,8 @@ def assumptions_of(
         all_at_once_share=all_at_once,
         snapshot_every=snapshot_every,
         save_seconds=None if save_time is None else units.seconds(save_time),
+        copies=copies,
+        copies_overhead_share=copies_overhead,
     )
 
 
@@ -285,7 +290,12 @@ def question_of_plan(
     network_bytes_per_second: float,
     typed: Collection[str],
 ) -> Question:
-    """Make the report's input for a planned job; ``typed`` are the options that the user typed."""
+    """Make the report's input for a planned job; ``typed`` are the options that the user typed.
+
+    Raises:
+        ConfigError: If there are fewer nodes than copies.
+    """
+    copies = planned_copies(job, assumptions.copies) if assumptions.copies > 1 else None
     measured = planned(job, typed)
     if "log_overhead" in typed and assumptions.log_overhead_share is not None:
         seconds = assumptions.log_overhead_share * job.step_seconds
@@ -305,6 +315,11 @@ def question_of_plan(
     if "network" not in typed:
         found = _network_warnings(job.num_nodes, network_bytes_per_second, "node")
         warnings += [f"{text}; give --network" for text in found]
+    if copies is not None and "copies_overhead" not in typed:
+        warnings.append(
+            "what copies add to a step was not measured yet, and the table of strategies takes it as "
+            f"{assumptions.copies_overhead_share:.1%} of a step; give --copies-overhead"
+        )
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
     return Question(
         title=(
@@ -319,6 +334,7 @@ def question_of_plan(
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
         failure_shape=failure_shape,
         assumptions=assumptions,
+        copies=copies,
         known_warnings=tuple(warnings),
         assumed_because="not given",
     )
@@ -360,6 +376,9 @@ def _print(report: Report) -> None:
         strategies = table(STRATEGY_HEADS, rows, title="Strategies")
         console.print(strategies)
         console.print(f"  {published_text(report.side_by_side.published)}", highlight=False)
+    if report.question.copies is not None:
+        found = report.question.copies
+        console.print(table((), copies_facts(found), title=copies_title(found)))
     if report.simulated:
         heads = ("strategy", "effective", "saving", "recovering", "done again", "")
         rows = []

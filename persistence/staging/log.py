@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lowdiff.core.events import Code
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.files.checked_copy import CheckedCopy
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import StagingFolder

@@ -72,8 +72,8 @@ class Inspection:
         differentials: None if there are none.
         recoverable: The newest unbroken range of steps; None if no step can be rebuilt.
         recoverable_ranges: All ranges, ascending.
-        in_memory: Those of these steps that replicas of a dead trainer left in memory, which a
-            reboot ends; None if there are none.
+        in_memory: Those of these steps whose state lies in memory, which a reboot ends: a dead trainer's
+            replicas', what survivors saved, copies; None if there are none.
         bytes_per_step: Mean bytes of a differential, over all ranks; None without any.
         compressor: Name and settings; None if no incarnation ever began.
         optimizer: Class name, or a tuple of them if the run has several optimizers.
@@ -83,6 +83,7 @@ class Inspection:
             snapshots are not read here, nor the records of sealed segments, so that damage in
             them is not counted.
         pins: Steps that retention spares, by label.
+        copies_of: Ranks on other nodes of whose steps this machine keeps copies.
     """
 
     run_id: str
@@ -101,6 +102,7 @@ class Inspection:
     snapshot_bytes: int
     damaged: int
     pins: tuple[PinnedStep, ...]
+    copies_of: tuple[int, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -150,6 +152,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
                 PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
                 for pin in catalog.pins
             ),
+            copies_of=tuple(sorted({copy.rank for copy in catalog.copies})),
         )
 
 

@@ -172,9 +172,75 @@ def test_what_the_table_assumes_can_be_given(command: Command) -> None:
     assert not any("--log-overhead" in text for text in given["warnings"])
 
 
+COPIES = ("--gpus", "32", "--nodes", "16", "--copies", "2")
+
+
+def test_copies_are_reported_on(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    text = command(*PLAN, *COPIES, "--html", page).out
+    document = json.loads(command(*PLAN, *COPIES, "--json").out)
+    found = document["copies"]
+    assert (found["copies"], found["nodes"]) == (2, 16)
+    assert [round(one["probability"], 4) for one in found["survival"]] == [1, 0.9333, 0.8]
+    assert found["gemini_sent_bytes"] == 12 * 350e6 / 32
+    assert found["sent_bytes"] < 0.01 * found["gemini_sent_bytes"]
+    for shown in (text, page.read_text()):
+        words = " ".join(shown.split())
+        assert "Copies on 2 of 16 nodes" in words
+        assert "2 at once: 93.33%" in words
+    assert any("--copies-overhead" in note for note in document["warnings"])
+    details = [row["detail"] for row in document["side_by_side"]["rows"]]
+    assert [detail.endswith(", 2 copies") for detail in details] == [False, True, True, True]
+
+
+def test_the_document_says_what_its_command_says_of_copies(command: Command) -> None:
+    text = (ROOT / "docs/tuning.md").read_text()
+    line = next(
+        line for line in text.splitlines() if "--copies" in line and line[:13] == "lowdiff plan "
+    )
+    arguments = shlex.split(line)[1:]
+    shown = " ".join(command(*arguments).out.split())
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("| Copies on")[2], re.MULTILINE)[:7]
+    assert [row for row in rows if " ".join(row) not in shown] == []
+    assert len({name for name, _ in rows} & {"with Gemini", "memory of a node, survivors"}) == 2
+    log, without = (
+        json.loads(command(*given, "--json").out)["side_by_side"]["rows"][1]["wasted_share"]
+        for given in (arguments, [*arguments, "--copies", "1"])
+    )
+    said = f"wastes {100 * log:.2f} % of the time instead of {100 * without:.2f} %"
+    assert said in " ".join(text.split())
+
+
+def test_without_copies_nothing_is_said_of_them(command: Command) -> None:
+    document = json.loads(command(*PLAN, "--gpus", "16", "--json").out)
+    assert document["copies"] is None
+    assert not any("--copies-overhead" in note for note in document["warnings"])
+    assert "Copies on" not in command(*PLAN, "--gpus", "16", "--copies", "1").out
+
+
+def test_what_copies_add_is_an_option(command: Command) -> None:
+    document = json.loads(command(*PLAN, *COPIES, "--copies-overhead", "0.05", "--json").out)
+    assert document["side_by_side"]["assumptions"]["copies_overhead_share"] == 0.05
+    assert not any("--copies-overhead" in note for note in document["warnings"])
+    assert "not measured yet" in " ".join(command("plan", "--help").out.replace("│", "").split())
+
+
+def test_nodes_are_another_way_to_say_how_many_gpus_are_on_each(command: Command) -> None:
+    def document(*given: str) -> str:
+        return command(*PLAN, "--gpus", "32", "--json", *given).out
+
+    assert document("--nodes", "16") == document("--gpus-per-node", "2")
+    both = command(*PLAN, "--gpus", "32", "--nodes", "16", "--gpus-per-node", "2")
+    assert both.code == 2
+    assert "give --nodes or --gpus-per-node, not both" in both.error
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
+        ("--copies", "2", "copies=2 needs 2 nodes, and there are 1"),
+        ("--nodes", "9", "8 GPUs, 1 on each node, take 8 nodes, not 9"),
+        ("--copies-overhead", "inf", "the overhead of copies is a share"),
         ("--survivors-overhead", "inf", "the overhead of survivors is a share"),
         ("--optimizer", "adamv", "optimizer is one of"),
         ("--density", "2", "density must be in"),

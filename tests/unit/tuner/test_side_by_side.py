@@ -138,9 +138,42 @@ def test_snapshots_are_no_more_frequent_than_a_disk_takes_them() -> None:
     assert found.rows[2].detail == f"f = {-(-(writing + 0.004) // 0.3):,.0f}"
 
 
+@pytest.mark.parametrize("all_at_once", [0.0, 1.0])
+def test_with_copies_a_lost_node_takes_half_a_step(all_at_once: float) -> None:
+    found = rows(NODES, copies=2, all_at_once_share=all_at_once)
+    for name in ("log", "replica"):
+        assert found[name].lost_seconds == pytest.approx(5.0, rel=0.06), name
+    # From memory: nothing is loaded from a disk, and no survivor has to save anything.
+    read = table.READ_OVER_COPY * 1.2
+    assert found["replica"].restart_seconds == pytest.approx(300 + read)
+    replay = JOB.replay_seconds * 49 / 2
+    assert found["log"].restart_seconds == pytest.approx(300 + read + replay)
+    assert all(found[name].detail.endswith(", 2 copies") for name in ("log", "survivors"))
+
+
+def test_copies_are_of_no_use_where_processes_crash() -> None:
+    without, found = rows(PROCESSES), rows(PROCESSES, copies=2)
+    for name, row in found.items():
+        assert replace(row, detail=without[name].detail) == without[name], name
+    both = FailureRates.known(DAY / 2, node_share=0.5)
+    alone, copied = rows(both)["log"], rows(both, copies=2)["log"]
+    assert copied.wasted_share < alone.wasted_share
+    assert rows(both, copies=2)["survivors"].wasted_share == rows(both)["survivors"].wasted_share
+
+
+@pytest.mark.parametrize("name", ["log", "replica", "survivors"])
+def test_what_copies_add_counts_with_copies_alone(name: str) -> None:
+    free = rows(NODES, copies=2)[name]
+    found = rows(NODES, copies=2, copies_overhead_share=0.03)[name]
+    assert found.overhead_share == pytest.approx(free.overhead_share + 0.03)
+    assert rows(NODES, copies_overhead_share=0.03)[name] == rows(NODES)[name]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("copies", 0),
+        ("copies_overhead_share", -0.1),
         ("log_overhead_share", -0.1),
         ("replica_overhead_share", float("nan")),
         ("survivors_overhead_share", float("inf")),

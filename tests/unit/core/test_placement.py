@@ -8,8 +8,8 @@ from math import comb
 
 import pytest
 
+from lowdiff.core.placement import Placement, place, survival_probability
 from lowdiff.errors import ConfigError
-from lowdiff.peers.placement import Placement, place, survival_probability
 
 SMALL = [(nodes, copies) for nodes in range(1, 12) for copies in range(1, nodes + 1)]
 
