@@ -140,7 +140,7 @@ def lose_nodes(nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     before: list[Any] = []
     for number in range(args.losses + 1):
-        ranks = nodes.start(life.attached, number, args.steps)
+        ranks = nodes.start(life.attached, number, args.steps // 2)
         figures = nodes.finished(f"attached-{number}", ranks)
         lost = number % NODES
         if number:
@@ -207,9 +207,9 @@ def measure(args: argparse.Namespace, folder: Path) -> Result:
         pair = make(2)
         compared = {
             "log": pair.run("compared-log", life.compared, "log", args.pairs, 1)[0],
-            "replica": pair.run("compared-replica", life.compared, "replica", args.pairs // 2, 2)[
-                0
-            ],
+            "replica": pair.run(
+                "compared-replica", life.compared, "replica", max(2, args.pairs // 5), 2
+            )[0],
         }
         losses = lose_nodes(make(NODES), args)
     extra = {
@@ -300,9 +300,9 @@ def draw_overhead(axes: Axes, result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20, help="steps whose bytes are counted")
-    parser.add_argument("--pairs", type=int, default=80, help="pairs of steps with a log")
-    parser.add_argument("--losses", type=int, default=4, help="nodes that are lost")
+    parser.add_argument("--steps", type=int, default=12, help="steps whose bytes are counted")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps with a log")
+    parser.add_argument("--losses", type=int, default=3, help="nodes that are lost")
     args = parser.parse_args(argv)
     if args.smoke:
         args.steps, args.pairs, args.losses = 4, 4, 1
