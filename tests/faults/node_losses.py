@@ -42,6 +42,8 @@ _RESUME_SECONDS = 60.0
 _LAUNCHER_SECONDS = 20.0
 _LOOK_SECONDS = 0.005
 _CODE = re.compile(r"\bLD\d{3}\b")
+#: What survivors say where they cannot save, or cannot be followed.
+_NOT_SAVED = re.compile(r"\bLD80[235]\b|passed over")
 
 Line = dict[str, Any]
 
@@ -270,8 +272,13 @@ class LossCampaign:
             self.outcome.found[f"{kind}: next tier"] += 1
             self.floor = self._durable = -1
         elif kind not in ("begins", "away"):
-            late = self._made - step
-            words = "nothing lost" if late <= 1 else "replicated steps kept"
+            # A body that was made was perhaps not committed.
+            is_whole = step >= self._made - 1
+            if not is_whole and self.strategy == "survivors" and not _NOT_SAVED.search(said):
+                raise Trouble(
+                    f"{self._made} was made, {step} came back, and nothing says why: {said}"
+                )
+            words = "nothing lost" if is_whole else "all that was replicated came back"
             self.outcome.found[f"{kind}: {words}"] += 1
         self._made = step
 
