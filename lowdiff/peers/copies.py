@@ -122,6 +122,7 @@ class Ward:
         held_step: The newest step that can be recovered from here; -1 before the first.
         copied_step: Step of the newest image that is whole; -1 before the first.
         owes_snapshot: Whether only an image makes further steps of use.
+        keeps_steps: Whether it keeps the steps between two images too.
     """
 
     def __init__(self, area: StagingArea, live: Live, log: StagingLog | None) -> None:
@@ -132,6 +133,7 @@ class Ward:
         self._folder = area.folder
         self._live = live
         self._log = log
+        self.keeps_steps = log is not None
         self._items: StagedItems | None = None
         #: All items as of the newest step that the rank told of.
         self._all: dict[str, bytes] = {}
@@ -491,7 +493,8 @@ class Copies:
             number: Which optimizer step of the loop body it is, from 0.
         """
         for ward in self._wards:
-            ward.hold_ahead(numbered(reducer.payload(ward.rank).sections, number))
+            if ward.keeps_steps:
+                ward.hold_ahead(numbered(reducer.payload(ward.rank).sections, number))
 
     def stage(self, sealed: Sealed, checksum: int) -> None:
         """Tell what this rank alone has of a step, and keep what others store of it.

@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +33,7 @@ from tests.faults.damage import cuts, flips, make_victims, resumptions
 from tests.faults.fuzz import fuzz, fuzz_guided
 from tests.faults.kills import kills
 from tests.faults.looks import looks
+from tests.faults.node_losses import node_losses
 from tests.faults.outcome import Outcome
 from tests.faults.power import power_failures
 from tests.faults.replica_kills import replica_kills
@@ -62,6 +63,7 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
     fuzzed_seconds = round(600 * min(scale, 1.0))
     hostile = list(HOSTILE)[: size(len(HOSTILE), 2)]
     killed, replicas, survivors = (folder / n for n in ("kills", "replicas", "survivors"))
+    nodes = partial(node_losses, folder / "nodes", seed=seed)
     return {
         "kills": lambda: kills(killed, size(200, 3), seed=seed),
         "kills of 2 ranks": lambda: kills(killed, size(50, 2), world_size=2, seed=seed),
@@ -81,6 +83,13 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "survivors killed in their save": lambda: survivor_kills(
             survivors, size(30, 2), world_size=3, places=("save",), seed=seed
         ),
+        "2 nodes with a log": lambda: nodes(size(18, 2), strategy="cast", size=2),
+        "2 nodes with a replica": lambda: nodes(size(18, 2), strategy="replica", size=2),
+        "2 nodes, one disk": lambda: nodes(size(9, 2), strategy="cast", size=2, shares_disk=True),
+        "3 nodes with error feedback": lambda: nodes(size(18, 2), strategy="topk", size=3),
+        "3 nodes with survivors": lambda: nodes(size(10, 2), strategy="survivors", size=3),
+        "4 nodes with a log": lambda: nodes(size(18, 2), strategy="cast", size=4),
+        "4 nodes, 3 copies": lambda: nodes(size(9, 2), strategy="replica", size=4, copies=3),
         "looks": lambda: looks(folder / "looks", size(2000, 4)),
         "looks at replicas": lambda: looks(folder / "looks", size(1000, 4), kind="replica"),
         "cuts": lambda: cuts(victims(), every=every, seed=seed),
