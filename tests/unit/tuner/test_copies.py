@@ -42,7 +42,10 @@ def test_the_known_probabilities_come_out() -> None:
 def test_no_more_nodes_are_lost_than_there_are() -> None:
     found = planned_copies(replace(JOB, gpus=4), 2)
     assert found.nodes == 2
-    assert [(one.lost_nodes, one.probability) for one in found.survival] == [(1, 1), (2, 0)]
+    assert [(one.lost_nodes, float(one.probability)) for one in found.survival] == [
+        (1, 1.0),
+        (2, 0.0),
+    ]
 
 
 @pytest.mark.parametrize("copies", [2, 3])
