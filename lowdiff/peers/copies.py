@@ -57,7 +57,7 @@ from lowdiff.types import Section
 #: Steps of which a copy waits for its owner's numbers.
 _MOST_WAITING = 8
 #: How long a rank's numbers wait for this rank to come to their step.
-_PATIENCE_SECONDS = 600.0
+_PATIENCE_SECONDS = 120.0
 #: How long a snapshot waits for the replica of another rank's copy.
 _STALL_SECONDS = 2.0
 _LOOK_SECONDS = 0.002
@@ -461,8 +461,8 @@ class Copies:
         self._all_items = all_items
         self._group = group
         self._sender = Sender(group, keepers)
-        for ward in wards:
-            receiver = Receiver(group, ward.rank)
+        self._receivers = [Receiver(group, ward.rank) for ward in wards]
+        for ward, receiver in zip(wards, self._receivers, strict=True):
             name = f"lowdiff-keeps-{ward.rank}"
             threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True).start()
 
@@ -559,6 +559,8 @@ class Copies:
             removes: Whether all that was kept is in the run folder of all ranks.
         """
         self._sender.close()
+        for receiver in self._receivers:
+            receiver.close()
         for ward in self._wards:
             ward.close(removes=removes)
         leave(self._group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ _CHUNK_BYTES = 16 << 20
 #: Length of the message that ends a line.
 _END = -1
 _CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 0.002
 
 
 class Sender:
@@ -77,12 +79,21 @@ class Sender:
 
 
 class Receiver:
-    """Receives the messages of one rank; for one thread."""
+    """Receives the messages of one rank; for one thread.
+
+    It does not wait inside Gloo for a message that may never come: a thread that wakes up in there while the
+    interpreter ends aborts the process.
+    """
 
     def __init__(self, group: dist.ProcessGroup, source: int) -> None:
         self._group = group
         self._rank = source
         self._source = dist.get_global_rank(group, source)
+        self._is_over = False
+
+    def close(self) -> None:
+        """Receive no more; for any thread."""
+        self._is_over = True
 
     def receive(self) -> bytes | None:
         """Wait for the next message; None once nothing follows.
@@ -91,7 +102,15 @@ class Receiver:
             RankLost: If the rank ended, or a message came otherwise than it was sent.
         """
         try:
-            head = self._get(torch.empty(2, dtype=torch.int64, device="cpu"))
+            head = torch.zeros(2, dtype=torch.int64, device="cpu")
+            work = dist.irecv(head, self._source, group=self._group)
+            assert work is not None
+            length = head.numpy()
+            while length[0] == 0:
+                if self._is_over:
+                    return None
+                time.sleep(_LOOK_SECONDS)
+            work.wait()
             size, checksum = map(int, head)
             if size == _END:
                 return None
