@@ -548,6 +548,7 @@ class Copies:
         """Parts of ``stats()``; for any thread."""
         return {
             "replicated_step": self.replicated_step,
+            "held_step": self.held_step,
             "copied_ranks": [ward.rank for ward in self._wards],
             "copies_bytes_sent": self._sender.bytes_sent,
         }

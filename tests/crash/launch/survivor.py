@@ -30,6 +30,7 @@ from lowdiff.compressors import dense
 from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
 from lowdiff.survivors import survivor as survivor_module
+from lowdiff.testing import wait_until
 from tests.crash.trainings import batch, wrapped
 
 
@@ -205,6 +206,12 @@ def main(*words: str) -> int:
                     fault.step = resumed + args.after
                 for step in checkpointer.steps(args.until):
                     fault.now = step
+                    if (
+                        args.copies > 1 and args.strategy != "survivors"
+                    ):  # no more than two steps are on their way
+                        wait_until(
+                            checkpointer, lambda stats, s=step: stats["replicated_step"] >= s - 2
+                        )
                     if args.node_dies:
                         stats = checkpointer.stats()
                         pids = (stats["writer_pid"], stats.get("replica_pid"))
