@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=12, help="steps whose bytes are counted")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps with a log")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of steps with a log")
     parser.add_argument("--losses", type=int, default=3, help="nodes that are lost")
     args = parser.parse_args(argv)
     if args.smoke:
