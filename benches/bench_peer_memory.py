@@ -300,9 +300,9 @@ def draw_overhead(axes: Axes, result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="steps whose bytes are counted")
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of steps with a log")
-    parser.add_argument("--losses", type=int, default=3, help="nodes that are lost")
+    parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps with a log")
+    parser.add_argument("--losses", type=int, default=2, help="nodes that are lost")
     args = parser.parse_args(argv)
     if args.smoke:
         args.steps, args.pairs, args.losses = 4, 4, 1
