@@ -132,7 +132,8 @@ def count_traffic(nodes: Nodes, args: argparse.Namespace) -> dict[str, list[list
 
 def _per_step(runs: Sequence[Sequence[Any]]) -> float:
     """Bytes that all nodes send in a step."""
-    return statistics.median(sum(rank["bytes_per_step"] for rank in ranks) for ranks in runs)
+    sums = [sum(float(rank["bytes_per_step"]) for rank in ranks) for ranks in runs]
+    return statistics.median(sums)
 
 
 def lose_nodes(nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:

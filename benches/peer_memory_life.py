@@ -142,7 +142,9 @@ class WholeState:
     """
 
     def __init__(self, place: Place, copies: int) -> None:
-        group = own_group(dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None
+        group = own_group(world)
         peers = peers_of(place.rank, range(place.world_size), copies)
         self._place, self._sent = place, 0
         self._num_keepers = len(peers.keepers)
@@ -296,7 +298,7 @@ def attached(number: str, steps: str, *words: str) -> None:
             sizes = [path.stat().st_size for path in files]
             retrievals.append({"seconds": seconds, "sizes": sizes})
 
-    Ranks.share_files = timed  # type: ignore[method-assign]
+    Ranks.share_files = timed  # type: ignore[assignment, method-assign]
     began = time.perf_counter()
     training = Training(place, "retrieved", "log", copies=2)
     attach_seconds = time.perf_counter() - began
