@@ -132,7 +132,8 @@ def count_traffic(nodes: Nodes, args: argparse.Namespace) -> dict[str, list[list
 
 def _per_step(runs: Sequence[Sequence[Any]]) -> float:
     """Bytes that all nodes send in a step."""
-    return statistics.median(sum(rank["bytes_per_step"] for rank in ranks) for ranks in runs)
+    sums = [sum(float(rank["bytes_per_step"]) for rank in ranks) for ranks in runs]
+    return statistics.median(sums)
 
 
 def lose_nodes(nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -300,9 +301,9 @@ def draw_overhead(axes: Axes, result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="steps whose bytes are counted")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps with a log")
-    parser.add_argument("--losses", type=int, default=3, help="nodes that are lost")
+    parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps with a log")
+    parser.add_argument("--losses", type=int, default=2, help="nodes that are lost")
     args = parser.parse_args(argv)
     if args.smoke:
         args.steps, args.pairs, args.losses = 4, 4, 1

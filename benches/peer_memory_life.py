@@ -142,7 +142,9 @@ class WholeState:
     """
 
     def __init__(self, place: Place, copies: int) -> None:
-        group = own_group(dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None
+        group = own_group(world)
         peers = peers_of(place.rank, range(place.world_size), copies)
         self._place, self._sent = place, 0
         self._num_keepers = len(peers.keepers)
@@ -245,6 +247,9 @@ def compared(strategy: str, pairs: str, block: str, *words: str) -> None:
         for arm, copies in (("one", 1), ("other", 1), ("two", 2))
     ]
     one, other, two = trainings
+    #: Of the state at the last step that all of them make.
+    checksums: list[int] = []
+    last = _WARM_UP_STEPS + int(block) * int(pairs)
 
     def seconds(training: Training) -> float:
         dist.barrier()
@@ -253,6 +258,8 @@ def compared(strategy: str, pairs: str, block: str, *words: str) -> None:
             training.step()
         taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if training.step_number == last:
+            checksums.append(training.checksum())
         return float(taken)
 
     for training in trainings:
@@ -262,10 +269,7 @@ def compared(strategy: str, pairs: str, block: str, *words: str) -> None:
     while len(found["pairs"]) < int(pairs):
         found["pairs"] += abba(lambda: seconds(two), lambda: seconds(one))
         found["null"] += abba(lambda: seconds(other), lambda: seconds(one))
-    for training in trainings:
-        while training.step_number < one.step_number:
-            training.step()
-    checksums = [training.checksum() for training in trainings]
+    assert len(checksums) == len(trainings)
     assert len(set(checksums)) == 1, checksums
     place.write(name, found)
     for training in trainings:
@@ -294,7 +298,7 @@ def attached(number: str, steps: str, *words: str) -> None:
             sizes = [path.stat().st_size for path in files]
             retrievals.append({"seconds": seconds, "sizes": sizes})
 
-    Ranks.share_files = timed  # type: ignore[method-assign]
+    Ranks.share_files = timed  # type: ignore[assignment, method-assign]
     began = time.perf_counter()
     training = Training(place, "retrieved", "log", copies=2)
     attach_seconds = time.perf_counter() - began

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowdiff.peers import placement
+from lowdiff.core.placement import place
 from tests.faults import node_rank
 from tests.faults.node_rank import ALONE, REFUSED
 from tests.faults.nodes import Network, Node, Rank, why_no_nodes
@@ -187,7 +187,7 @@ class LossCampaign:
 
     def _group(self) -> None:
         """Lose all nodes that hold a node's steps."""
-        victims = placement.place(self.size, self.copies).holders[self.chance.randrange(self.size)]
+        victims = place(self.size, self.copies).holders[self.chance.randrange(self.size)]
         self._at_some_instant()
         self._lose(victims)
         self._come_back("group")
@@ -370,7 +370,7 @@ class LossCampaign:
 
     def _survives(self, lost: set[int]) -> bool:
         """Whether every node's steps are in memory once some nodes are lost."""
-        holders = placement.place(self.size, self.copies).holders
+        holders = place(self.size, self.copies).holders
         return all(set(own) - lost for own in holders)
 
     # What they say.
@@ -457,10 +457,10 @@ def node_losses(
     outcome.not_run = why_no_nodes()
     if outcome.not_run:
         return outcome
-    place = folder / f"{strategy}-{size}-{copies}-{int(shares_disk)}"
-    chance = random.Random(f"{seed} {place.name}")
+    target = folder / f"{strategy}-{size}-{copies}-{int(shares_disk)}"
+    chance = random.Random(f"{seed} {target.name}")
     campaign = LossCampaign(
-        place, strategy, size, copies, rounds, shares_disk, kinds, outcome, chance
+        target, strategy, size, copies, rounds, shares_disk, kinds, outcome, chance
     )
     with outcome.timed():
         campaign.carry_out()

@@ -292,7 +292,7 @@ def _live(line: Connection, disk: str, address: str) -> None:
         signal.set_wakeup_fd(wakes)
         line.send(("answer", None))
         while True:
-            select.select([line, woken], [], [])
+            select.select([line.fileno(), woken], [], [])
             with suppress(BlockingIOError):
                 os.read(woken, 4096)
             with suppress(ChildProcessError):
