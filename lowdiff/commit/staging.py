@@ -84,7 +84,8 @@ class Copies(Protocol):
 class Staging:
     """One rank's staging memory: residual, queue and image.
 
-    Whatever finds that somebody removed it goes on: the next commit makes it anew.
+    Whatever finds that somebody removed it goes on: the next commit makes it anew. Large because all that is
+    kept of a step passes here, in one order.
 
     Args:
         area: The folder.
