@@ -60,4 +60,4 @@ def test_the_rank_that_made_a_folder_adopts_it_if_it_sees_it(
             return [value if rank in seers else type(value)() for rank in range(6)]
 
     settings = Settings(tmp_path / "run", TopK(0.01), snapshot_every=8, batch_size=2)
-    assert [r for r in seers if shared_out(settings, OneOf(r), [stage])] == [heir]
+    assert [r for r in seers if shared_out(settings, OneOf(r), stage.run_id, [stage])] == [heir]

@@ -55,7 +55,7 @@ def trained(
     kind = type(compressor) if compressor is not None else Dense
     bind, report = kind.bind, []
 
-    def bound(self: Any, layout: Any, residual: Any, group: Any) -> Reducer:
+    def bound(self: Any, layout: Any, residual: Any, group: Any, _: Any) -> Reducer:
         others = [other for other in range(world_size) if other != rank]
         reducer = bind(self, layout, residual, group, others)
         make = reducer.payload
