@@ -391,6 +391,11 @@ class ReplicaWard(Ward):
             self.copied_step = self.held_step = step
             self._changed.notify_all()
 
+    def _give_up(self, why: str, *, owes: bool = True) -> None:
+        """See `Ward`: a state that falls behind has no step in common with those of the other ranks."""
+        super()._give_up(why)  # its replica needs an image, which nobody takes unasked
+        self.held_step = -1
+
     def _is_image_in_use(self) -> bool:
         return self._replica.read_status().image_step < self.copied_step
 
@@ -444,7 +449,7 @@ class Copies:
         all_items: Reads all items of this rank.
 
     Attributes:
-        replicated_step: The newest step that every rank's copies have.
+        replicated_step: The newest step that every rank's copies have; -1 while one has no state.
     """
 
     def __init__(
@@ -516,7 +521,7 @@ class Copies:
 
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks hold."""
-        self.replicated_step = max(self.replicated_step, min(news.held for news in heard))
+        self.replicated_step = min(news.held for news in heard)
         least = min(news.copied for news in heard)
         for ward in self._wards:
             ward.trim(least)

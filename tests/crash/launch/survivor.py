@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def main(*words: str) -> int:
                     fault.step = resumed + args.after
                 for step in checkpointer.steps(args.until):
                     fault.now = step
+                    if args.nodes and step == fault.step:
+                        time.sleep(1.0)  # what the ranks told each other of the last step is here
                     if args.copies > 1 and args.strategy != "survivors":
                         wait_until(checkpointer, partial(_is_held, step))
                     if args.node_dies:

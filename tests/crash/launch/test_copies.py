@@ -30,7 +30,7 @@ def resumed(found: Lives) -> int:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["replica", "cast"])
+@pytest.mark.parametrize("strategy", [pytest.param("replica", marks=pytest.mark.slow), "cast"])
 def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
     tmp_path: Path, strategy: str
 ) -> None:

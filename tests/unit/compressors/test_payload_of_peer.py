@@ -134,6 +134,7 @@ def only_one_peer(rank: int, world_size: int) -> list[str]:
             reducer.payload(of=(rank + 2) % world_size)
         except UsageError as error:
             said.append(str(error))
+        dist.barrier()  # nobody leaves the reducer's group before all have joined it
         reducer.close()
     return said
 
