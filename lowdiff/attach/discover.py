@@ -219,8 +219,7 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     chunks = {f"{path.parent.name}/{path.name}": path for path in (*own, *needed) if path.exists()}
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
-        there = (StagingFolder.all_of_run, StagingFolder.copies_of_run)
-        for stage in (stage for listed in there for stage in listed(imported, run_id)):
+        for stage in StagingFolder.with_copies_of_run(imported, run_id):
             note_kernel(stage)  # what is torn was not sent
         visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
@@ -261,7 +260,7 @@ def _needed_guests(ranks: Ranks, stages: Sequence[StagingFolder]) -> list[Path]:
 def _needed_copies(
     ranks: Ranks, stages: Sequence[StagingFolder], copies: Sequence[StagingFolder]
 ) -> list[Path]:
-    """What is kept here of ranks whose own memory is lost, and the images that go with it.
+    """List the files that are kept here of ranks whose own memory is lost, and the images that go with them.
 
     Args:
         ranks: All of them.

@@ -453,7 +453,7 @@ def _copies(
             undo.callback(area.release)
             wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
-    copies = Copies(live, group, memory.peers.keepers, wards, standby.all_items)
+    copies = Copies(group, memory.peers.keepers, wards, standby.all_items)
     undo.callback(copies.close, removes=False)
     return copies
 

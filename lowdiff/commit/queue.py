@@ -220,12 +220,8 @@ class LogQueue:
     def is_ready_for_snapshot(self, step: int) -> bool:
         """See `StepQueue`."""
         status = self.status()
-        return (
-            self.images.may_retry(step)
-            and not status.error
-            and status.durable_snapshot >= self.images.step
-            and status.durable_step >= step - 2 * self.storage.batch_size
-        )
+        is_near = status.durable_step >= step - 2 * self.storage.batch_size
+        return self.images.is_ready(step, status) and is_near
 
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""

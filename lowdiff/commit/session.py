@@ -104,7 +104,7 @@ class Session:
         return is_sealed and staging.is_as_committed()
 
     def peek_news(self) -> tuple[RankNews, ...] | None:
-        """What all ranks said after the last step, if they all have; waits for none, for any thread."""
+        """Return what all ranks said after the last step, if they all have; waits for none, for any thread."""
         news = self.agreement.peek()
         return news if news and news[0].step == self.step else None
 

@@ -69,12 +69,7 @@ class SnapshotQueue:
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """See `StepQueue`."""
-        status = self.status()
-        return (
-            self.images.may_retry(step)
-            and not status.error
-            and status.durable_snapshot >= self.images.step
-        )
+        return self.images.is_ready(step, self.status())
 
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""

@@ -35,7 +35,7 @@ from lowdiff.step.states import Sealed
 
 
 class Copies(Protocol):
-    """What ranks keep for each other in the memory of several nodes."""
+    """Copies that ranks keep for each other in the memory of several nodes."""
 
     @property
     def held_step(self) -> int:

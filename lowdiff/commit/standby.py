@@ -1,4 +1,4 @@
-"""What the ranks that live need after a failure: items as of the last two steps, and a look at the rest.
+"""Things that the ranks that live need after a failure: items as of the last two steps, and a look at the rest.
 
 Parameters and optimizer state are in every rank's own memory. What is staged in each step is only what one
 rank alone has (`lowdiff.persistence.staging.items`).

@@ -438,6 +438,11 @@ class Images:
         self.step = min(self.step, self._storage.writer.read_status().durable_snapshot)
         self.is_owed = True
 
+    def is_ready(self, step: int, status: WriterStatus) -> bool:
+        """Whether one after ``step`` finds its memory free, and the writer is well."""
+        is_free = status.durable_snapshot >= self.step
+        return self.may_retry(step) and not status.error and is_free
+
     def may_retry(self, step: int) -> bool:
         """Whether one that found no memory may be tried again after ``step``."""
         return step >= self._retry_step

@@ -65,7 +65,7 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank sends of one step, to those that keep its copies.
+    """One step's message of a rank to those that keep its copies.
 
     Attributes:
         step: The step.
@@ -107,7 +107,7 @@ class Note:
 
 
 class Ward:
-    """What is kept here for one rank on another node.
+    """Copies that are kept here for one rank on another node.
 
     The thread that trains makes images and sections, another one receives what the rank sends and puts the two
     together. Large because both share one state.
@@ -346,7 +346,7 @@ class Ward:
 
 
 class ReplicaWard(Ward):
-    """What is kept here for a rank without a compressor: its share of the state, by a replica of its own.
+    """A copy for a rank without a compressor: its share of the state, by a replica of its own.
 
     Args:
         area: See `Ward`.
@@ -377,7 +377,7 @@ class ReplicaWard(Ward):
             )
             items = dict(self._all)
         if not is_told or not self._waits_for(lambda: not self._is_image_in_use(), patience):
-            self._give_up(f"rank {self.rank}, or its replica here, is behind", owes=False)
+            self._give_up(f"rank {self.rank}, or its replica here, is behind")
             return
         try:
             tensors = share_of_items(self._live, sealed, self.rank, items)
@@ -442,7 +442,6 @@ class Copies:
     """The copies that one rank keeps and has kept.
 
     Args:
-        live: This rank's training.
         group: Carries what ranks send.
         keepers: Ranks that keep copies of what this one stages.
         wards: What this one keeps.
@@ -454,14 +453,12 @@ class Copies:
 
     def __init__(
         self,
-        live: Live,
         group: dist.ProcessGroup,
         keepers: Sequence[int],
         wards: Sequence[Ward],
         all_items: Callable[[], Mapping[str, bytes]],
     ) -> None:
         self.replicated_step = -1
-        self._live = live
         self._wards = wards
         self._all_items = all_items
         self._group = group

@@ -1,4 +1,4 @@
-"""What ranks on different nodes send each other beside the training, from threads of their own.
+"""Messages between ranks on different nodes beside the training, from threads of their own.
 
 Messages are small: a step's numbers and the items that changed. They leave when a step is committed, between the
 last gradient of a step and the first of the next. Gloo carries them, on a group that nothing else uses.

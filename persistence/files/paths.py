@@ -369,11 +369,16 @@ class StagingFolder:
         return [cls(path, int(match[1]), int(match[2])) for path, match in named if match]
 
     @classmethod
+    def with_copies_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
+        """Return the folders of a run: those of its ranks, then the copies of others'."""
+        own = cls.all_of_run(staging_root, run_id)
+        return [*own, *cls.copies_of_run(staging_root, run_id)]
+
+    @classmethod
     def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
         """Yield all staging folders of all runs on this machine; none if the root is not trusted."""
         for path, _ in _matching(readable_root(staging_root), _RUN_ID):
-            yield from cls.all_of_run(staging_root, path.name)
-            yield from cls.copies_of_run(staging_root, path.name)
+            yield from cls.with_copies_of_run(staging_root, path.name)
 
     @property
     def run_id(self) -> str:

@@ -185,12 +185,7 @@ def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Pa
     numbers of copies of the run folder: no two incarnations may share a name in staging.
     """
     staged = [
-        stage
-        for root in staging_roots
-        for stage in (
-            *StagingFolder.all_of_run(root, run_id),
-            *StagingFolder.copies_of_run(root, run_id),
-        )
+        stage for root in staging_roots for stage in StagingFolder.with_copies_of_run(root, run_id)
     ]
     return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
 

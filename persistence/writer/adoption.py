@@ -43,8 +43,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         Reasons why some folders were not adopted, to be tried again; empty if all were.
     """
     errors = []
-    root, run_id = Path(settings.staging_root), settings.run_id
-    there = (*StagingFolder.all_of_run(root, run_id), *StagingFolder.copies_of_run(root, run_id))
+    there = StagingFolder.with_copies_of_run(Path(settings.staging_root), settings.run_id)
     for stage in [stage for stage in there if stage.root.name in settings.adopts]:
         lock = FileLock(stage.writer_lock)
         try:

@@ -197,7 +197,7 @@ def inherited(
 
 
 def _told(reseeded: Sequence[str]) -> str:
-    """What the user should know of generators that are seeded anew."""
+    """Tell the user of generators that are seeded anew."""
     names = " and ".join(name.removeprefix(RNG_ITEM) for name in reseeded)
     text = f"its random generators ({names}) are seeded anew from run, rank and step"
     return text if reseeded else ""

@@ -310,7 +310,7 @@ def _marks(copy: StagingFolder) -> list[tuple[int, ImageMark]]:
 
 
 def _copied(copy: StagingFolder) -> list[_Source]:
-    """What a rank on another node keeps of a rank's share."""
+    """Return what a rank on another node keeps of a rank's share."""
     found = []
     for slot, mark in _marks(copy):
         items = read_items_at(copy.copied_items(slot), mark.step)
