@@ -29,7 +29,7 @@ from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
-from lowdiff.model.binding import bare_optimizers, describe
+from lowdiff.model.binding import bare_optimizers, describe, of_all_ranks
 from lowdiff.model.items import Stateful
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
@@ -306,6 +306,8 @@ class Checkpointer:
                     raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
                 step = None if step is None else whole_number("step", step)
                 attached = describe(model, bare_optimizers(optimizer))
+            attached = of_all_ranks(attached, ranks)
+            with ranks.together():
                 self._close_earlier()
                 refuse_foreign_descriptor()
                 if attached.ddp is not None:

@@ -21,18 +21,21 @@ Bits = npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One trainable parameter's place in the layout.
+    """One trainable parameter's place in the layout, or that of one shard of it.
 
     Attributes:
-        name: Name in the model, without wrapper prefixes such as ``module.``.
-        shape: Logical shape.
+        name: Name in the model, without wrapper prefixes such as ``module.``; of a shard with its
+            global offset, ``weight@64,0``. No other entry of the layout has it.
+        shape: Logical shape, of a shard its own.
         strides: Strides in elements. Offsets inside the parameter count in memory order,
             which for a channels-last weight is not the logical order.
         dtype: torch dtype name, e.g. ``"float32"``.
         offset: First element in the layout's flat address space.
         global_offset: Where this part begins in the whole tensor, one number per dimension; zeros
-            where the part is the whole, which ``()`` stands for here. Name, global offset and shape
-            tell one entry of a layout from every other.
+            where the part is the whole, which ``()`` stands for here.
+        tensor: Name of the whole tensor in the model; ``""`` stands for ``name``.
+        whole_shape: Shape of the whole tensor; ``()`` stands for ``shape``.
+        ranks: Ranks that train it; ``()`` for all of them.
     """
 
     name: str
@@ -41,10 +44,22 @@ class ParameterSpec:
     dtype: str
     offset: int
     global_offset: tuple[int, ...] = ()
+    tensor: str = ""
+    whole_shape: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.global_offset:
             object.__setattr__(self, "global_offset", (0,) * len(self.shape))
+        if not self.tensor:
+            object.__setattr__(self, "tensor", self.name)
+        if not self.whole_shape:
+            object.__setattr__(self, "whole_shape", self.shape)
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is a part of a larger tensor."""
+        return self.shape != self.whole_shape
 
     @property
     def numel(self) -> int:

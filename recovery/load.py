@@ -311,7 +311,7 @@ def merge(state: RecoveredState, share: RecoveredState) -> None:
         state.averages[name] |= followed
     state.items += share.items
     state.residuals += share.residuals
-    state.held = share.held
+    state.held = tuple(sorted({*state.held, *share.held}))  # ranks may train different shards
 
 
 def add_numbers(

@@ -100,7 +100,7 @@ class RecoveredState:
             optimizer.groups = [dict(group) for group in step.after]
         for items, shard in zip(self.items, shards, strict=True):
             change_items(items, shard.items)
-        self.held = first.held
+        self.held = tuple(sorted({i for shard in shards for i in shard.held}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.swa_utils import AveragedModel
 
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.memory import Memory, agree_on_memory
@@ -37,11 +38,12 @@ from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
-from lowdiff.errors import ConfigError, StorageError
+from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
 from lowdiff.model.averages import Averages, followed_names
 from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
+from lowdiff.model.sharding import is_sharded
 from lowdiff.model.tracked import Given, Live, watch
 from lowdiff.peers.copies import Copies, ReplicaWard, Ward
 from lowdiff.persistence.files.durable import write_file
@@ -113,7 +115,7 @@ def meeting(model: torch.nn.Module) -> Iterator[Ranks]:
     They are found before the model is looked at, so that all hear what one of them refuses.
 
     Raises:
-        ConfigError: If several processes train without DDP.
+        ConfigError: If several processes train without DDP, and nothing is sharded.
     """
     ranks = Ranks(_training_group(model))
     try:
@@ -124,7 +126,7 @@ def meeting(model: torch.nn.Module) -> Iterator[Ranks]:
 
 
 def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The group over which gradients are averaged."""
+    """The group of all ranks that train the model: in DDP, over which gradients are averaged."""
     if not isinstance(model, torch.nn.Module):
         return None  # it is refused when it is looked at
     ddp = ddp_of(model)
@@ -132,9 +134,11 @@ def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = ddp.process_group
         return group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if any(map(is_sharded, model.parameters())):
+            return dist.group.WORLD
         raise ConfigError(
             f"{dist.get_world_size()} processes train a model without DistributedDataParallel, so "
-            "nobody averages its gradients; wrap it in DDP before attach"
+            "nobody averages its gradients; wrap it in DDP, or shard it by fully_shard, before attach"
         )
     return None
 
@@ -185,6 +189,8 @@ def open_session(
                     "them out"
                 )
             check_folder(settings.staging_root)
+            if attached.is_sharded:
+                _refuse_sharded(settings, stateful)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             refuse_unknown(settings.compressor)
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
@@ -234,6 +240,32 @@ def open_session(
         opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left, waiting)
         undo.pop_all()
     return opened
+
+
+def _refuse_sharded(settings: Settings, stateful: Mapping[str, Stateful]) -> None:
+    """See that a run with sharded parameters asks for nothing that only whole ones have.
+
+    Raises:
+        ConfigError: Naming it, and what works instead.
+        UnsupportedModel: If an average would be copied shard by shard.
+    """
+    if settings.strategy != "replica":
+        name = settings.compressor.name
+        what = 'strategy="survivors"' if name == "averaged" else f"the compressor {name!r}"
+        raise ConfigError(
+            f'{what} needs every rank to hold the whole model; sharded parameters take strategy="replica"'
+        )
+    if settings.copies > 1:
+        raise ConfigError(
+            "copies are made by ranks that hold the same parameters, and these are sharded; leave "
+            "copies=1, and give the run a shared folder or a store against the loss of a node"
+        )
+    for name, thing in stateful.items():
+        if isinstance(thing, AveragedModel) and any(map(is_sharded, thing.parameters())):
+            raise UnsupportedModel(
+                f"{name} averages sharded parameters, which AveragedModel's state dict gathers; keep a "
+                "sum of your own over the local shards, or average what `lowdiff recover` writes"
+            )
 
 
 def _refuse_registered(settings: Settings, attached: Attached, world_size: int) -> None:
@@ -426,6 +458,8 @@ def _standby(
     Where steps are staged on one node, they outlive every process. A node that is lost takes its part of
     them along, and without it no rank has the whole state but those that live.
     """
+    if live.attached.is_sharded:
+        return None  # nobody else has the shards of a rank
     if settings.strategy == "survivors":
         return Standby(folder, live, memory.node, memory.image_bytes)
     return Standby(folder, live, memory.node, 0) if memory.node.others else None

@@ -14,6 +14,7 @@ from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
+from lowdiff.model.sharding import is_sharded, local_of, sharded_as
 from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.compare import has_same_bits
@@ -73,7 +74,7 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
                 f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
             )
     tensors, differences = state.tensors(), []
-    names = {spec.name for spec in attached.layout.parameters}
+    names = {attached.layout.parameters[i].name for i in attached.parameters}
     known = set(state.fence.names.values())  # as the run's model was built
     for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
         value, tensor = state.resolved(name, items), live.get(name)
@@ -98,7 +99,7 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
 def load_gradients(state: RecoveredState, attached: Attached) -> None:
     """Give zeros to parameters that held a gradient: absent and zero are not the same."""
     held = set(state.held)
-    for i, parameter in enumerate(attached.parameters):
+    for i, parameter in attached.parameters.items():
         parameter.grad = _zeros_like(parameter) if i in held else None
 
 
@@ -107,7 +108,7 @@ def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
 
     Most loops let go of them before the first backward pass.
     """
-    is_plain = parameter.device.type == "cpu" and is_dense(parameter)
+    is_plain = parameter.device.type == "cpu" and is_dense(parameter) and not is_sharded(parameter)
     if not (is_plain and parameter.numel()):
         return torch.zeros_like(parameter)
     zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)
@@ -141,14 +142,14 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
         if given != [bool(group.get("fused")) for group in optimizer.param_groups]:
             take_scales_by_groups(optimizer)
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-        for i, parameter in enumerate(attached.parameters):
+        for i, parameter in attached.parameters.items():
             spec = attached.layout.parameters[i]
             entries = recovered.state.get(spec.name)
             if attached.owner[i] != index or not entries:
                 optimizer.state.pop(parameter, None)
             else:
                 optimizer.state[parameter] = {
-                    key: shaped(value.to(parameter.device, copy=True), spec)
+                    key: sharded_as(shaped(value.to(parameter.device, copy=True), spec), parameter)
                     if is_aligned(key, value, spec.numel)
                     else placed_scalar(key, value, group_of[parameter], parameter)
                     if isinstance(value, torch.Tensor)
@@ -292,8 +293,9 @@ def _unlike_averages(state: RecoveredState, averages: Mapping[str, LiveAverage])
 def _unlike_model(
     state: RecoveredState, items: Mapping[str, bytes], attached: Attached
 ) -> Iterator[str]:
-    for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
-        if not has_same_bits(flat_like(parameter.detach(), spec), state.parameters[spec.name]):
+    for i in attached.parameters:
+        spec, local = attached.layout.parameters[i], attached.local(i).detach()
+        if not has_same_bits(flat_like(local, spec), state.parameters[spec.name]):
             yield f"parameter {spec.name!r}"
     constants = attached.constants()
     for name, tensor in constants.items():
@@ -321,13 +323,15 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
             for key, value in hyper.items():
                 if key not in group or not same(group[key], value):
                     yield f"{key!r} of group {number} {whose}"
-        for i, spec in enumerate(attached.layout.parameters):
+        for i, parameter in attached.parameters.items():
             if attached.owner[i] != index:
                 continue
-            live = optimizer.state.get(attached.parameters[i], {})
+            spec = attached.layout.parameters[i]
+            live = optimizer.state.get(parameter, {})
             known = recovered.state.get(spec.name, {})
             for key in live.keys() | known.keys():
                 ours: Any = live.get(key)
+                ours = local_of(ours) if isinstance(ours, torch.Tensor) else ours
                 theirs: Any = known.get(key)
                 if isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel):
                     ours, theirs = flat_like(ours, spec), theirs.flatten()

@@ -17,6 +17,7 @@ from lowdiff.commit.standby import Standby
 from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
+from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
@@ -299,12 +300,12 @@ def _share(
         if owners[i] != rank:
             continue
         parameter = attached.parameters[i]
-        tensors.append((PARAMETER + spec.name, parameter))
+        tensors.append((PARAMETER + spec.name, local_of(parameter)))
         entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
         for key, value in entries.items():
             if is_full(key, value, parameter):
                 name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                tensors.append((name, value))
+                tensors.append((name, local_of(value)))
             else:
                 state[attached.owner[i]].setdefault(spec.name, {})[key] = value
         tensors += [

@@ -85,7 +85,7 @@ class Standby:
         self._items: StagedItems | None = None
         self._ahead_step = self._calls = -1
         self._samples = FrozenSamples()
-        parameters = live.attached.parameters
+        parameters = live.attached.parameters.values()
         self._sampled = [p for p in parameters if p.numel()][:: len(parameters) // _NUM_SAMPLED + 1]
         self._telling = threading.Lock()
         self._seen = self._look()
@@ -208,7 +208,7 @@ class Standby:
                 values += entry.values()
         averages = live.averages.named_tensors().values()
         tensors = [
-            *live.attached.parameters,
+            *live.attached.parameters.values(),
             *(value for value in values if isinstance(value, torch.Tensor)),
             *chain.from_iterable(own.values() for own in averages),
         ]

@@ -6,8 +6,8 @@ weight is therefore one contiguous range here as well.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from lowdiff.types import Bits
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+#: What `torch.compile` and activation checkpointing put into names.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 #: Integer dtype by item size; signed, because torch has full kernels for signed integers only.
 INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def own_name(name: str) -> str:
     """Return a tensor's name in the user's own module, parts of which may be compiled."""
-    if "_orig_mod" not in name:  # a fast path, because this runs for every buffer in every step
+    if not any(part in name for part in _WRAPPED):  # this runs for every buffer in every step
         return name
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -95,41 +97,32 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return flat(tensor).view(torch.uint8).numpy().data
 
 
-def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Layout:
+def laid_out(specs: Iterable[ParameterSpec], tensors: Sequence[torch.Tensor]) -> Layout:
     """Lay out trainable parameters one after the other.
 
+    Args:
+        specs: Of each; their offsets do not count.
+        tensors: What this rank holds of each.
+
     Raises:
-        UnsupportedModel: For sharded, sparse, complex or overlapping parameters.
+        UnsupportedModel: For sparse, complex or overlapping parameters.
     """
-    named = dict(named_parameters)
-    specs: list[ParameterSpec] = []
+    found: list[ParameterSpec] = []
     offset = 0
-    for name, parameter in named.items():
-        _refuse_unsupported(name, parameter)
-        spec = ParameterSpec(
-            name=name,
-            shape=tuple(parameter.shape),
-            strides=tuple(parameter.stride()),
-            dtype=dtype_name(parameter.dtype),
-            offset=offset,
-        )
-        offset += math.prod(spec.shape)
-        specs.append(spec)
-    if not specs:
+    for spec, tensor in zip(specs, tensors, strict=True):
+        _refuse_unsupported(spec.tensor, tensor)
+        found.append(replace(spec, offset=offset))
+        offset += spec.numel
+    if not found:
         raise ConfigError(
             "the model has no trainable parameter that an attached optimizer owns; attach the "
             "model after building its optimizer, with requires_grad set"
         )
-    refuse_shared_memory(named)
-    return Layout(tuple(specs))
+    refuse_shared_memory({spec.name: t for spec, t in zip(found, tensors, strict=True)})
+    return Layout(tuple(found))
 
 
-def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
-    if type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor"):
-        raise UnsupportedModel(
-            f"parameter {name!r} is sharded (FSDP or DTensor); lowdiff checkpoints replicated "
-            "models: wrap the model in DistributedDataParallel instead"
-        )
+def _refuse_unsupported(name: str, parameter: torch.Tensor) -> None:
     if dtype_name(parameter.dtype) not in ITEM_BYTES:
         raise UnsupportedModel(
             f"parameter {name!r} has dtype {parameter.dtype}; supported are "
@@ -171,12 +164,18 @@ def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def share_owners(layout: Layout, world_size: int) -> list[int]:
-    """Return which rank stores each parameter and its optimizer state, balanced by bytes."""
+    """Return which rank stores each parameter and its optimizer state, balanced by bytes.
+
+    Of a shard one of the ranks that train it; any rank where another number of them recovers.
+    """
     load = [0] * world_size
     owners = [0] * len(layout.parameters)
     sizes = [spec.nbytes for spec in layout.parameters]
     for parameter in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[parameter] = load.index(min(load))
+        ranks = layout.parameters[parameter].ranks
+        if not ranks or ranks[-1] >= world_size:
+            ranks = tuple(range(world_size))
+        owners[parameter] = min(ranks, key=load.__getitem__)
         load[owners[parameter]] += sizes[parameter]
     return owners
 

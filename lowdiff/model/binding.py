@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.core.layout import dtype_name, flat_like, layout_of, own_name
+from lowdiff.core.layout import dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
+from lowdiff.model.ranks import Ranks
+from lowdiff.model.sharding import is_sharded, joined, local_of, spec_of, told
 from lowdiff.recovery.images import holds
-from lowdiff.recovery.replay.optimizers import class_name, refuse_foreign_state
+from lowdiff.recovery.replay.optimizers import class_name, granularity, refuse_foreign_state
 from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
 
@@ -73,9 +75,9 @@ class Attached:
         module: The model inside the wrappers.
         parts: Its modules.
         optimizers: As given.
-        layout: Trainable parameters that an optimizer owns.
-        parameters: In layout order.
-        owner: Per parameter: index of its optimizer.
+        layout: Trainable parameters that an optimizer owns; with sharded ones, the shards of all ranks.
+        parameters: Layout index -> parameter, of what this rank trains: in DDP, of everything.
+        owner: Per entry of the layout: index of its optimizer.
         specs: One per optimizer.
         frozen: Item name -> module and attribute of a parameter that no optimizer trains.
         names: Keys of the model's state dict -> parameter, item, or key within the item of extra
@@ -89,7 +91,7 @@ class Attached:
     parts: Parts
     optimizers: tuple[torch.optim.Optimizer, ...]
     layout: Layout
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: Mapping[int, torch.nn.Parameter]
     owner: tuple[int, ...]
     specs: tuple[OptimizerSpec, ...]
     frozen: Mapping[str, Slot]
@@ -113,9 +115,17 @@ class Attached:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters by name, buffers and frozen parameters by item name."""
-        names = (spec.name for spec in self.layout.parameters)
-        trained: dict[str, torch.Tensor] = dict(zip(names, self.parameters, strict=True))
-        return trained | self.constants()
+        specs = self.layout.parameters
+        return {specs[i].name: self.local(i) for i in self.parameters} | self.constants()
+
+    def local(self, index: int) -> torch.Tensor:
+        """Return this rank's part of a parameter, sharing its memory; the parameter itself in DDP."""
+        return local_of(self.parameters[index])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks train other parameters, or other parts of them."""
+        return any(map(is_sharded, self.parameters.values()))
 
     def frozen_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Item name -> parameter that no optimizer trains."""
@@ -127,26 +137,24 @@ class Attached:
         return {name: (owner, key) for name, _, owner, key in self.parts.buffers()}
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
-        """Flat gradients in layout order; None where absent or owned by another optimizer."""
-        return [
-            None
-            if owner != optimizer or parameter.grad is None
-            else flat_like(parameter.grad, spec)
-            for parameter, owner, spec in zip(
-                self.parameters, self.owner, self.layout.parameters, strict=True
-            )
-        ]
+        """Flat gradients in layout order; None where absent, or of another optimizer or rank."""
+        found: list[torch.Tensor | None] = [None] * len(self.owner)
+        for i, parameter in self.parameters.items():
+            if self.owner[i] == optimizer and parameter.grad is not None:
+                found[i] = flat_like(local_of(parameter.grad), self.layout.parameters[i])
+        return found
 
     def held(self) -> list[int]:
         """Parameters that hold a gradient tensor now."""
-        return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        return [i for i, parameter in self.parameters.items() if parameter.grad is not None]
 
     def kept_gradients(self) -> dict[int, weakref.ref[torch.Tensor]]:
         """Layout index -> gradient that a later step could use: none are zero, or of an overflow."""
-        found = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
-        if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+        found = {i: p.grad for i, p in self.parameters.items() if p.grad is not None}
+        local = {i: local_of(gradient) for i, gradient in found.items()}
+        if not all(bool(gradient.isfinite().all()) for gradient in local.values()):
             return {}
-        return {i: weakref.ref(gradient) for i, gradient in found.items() if bool(gradient.any())}
+        return {i: weakref.ref(found[i]) for i, gradient in local.items() if bool(gradient.any())}
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -177,7 +185,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         )
     if not optimizers:
         raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
-    _refuse_sharded(model)
+    _refuse_fsdp1(model)
     module = wrappers(model)[-1]
     _refuse_one_name(module)
     named = {own_name(n): p for n, p in module.named_parameters()}
@@ -197,12 +205,15 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"parameters lie on {', '.join(devices)}; lowdiff copies from one device: move them to "
             "one, or train the parts in processes of their own"
         )
-    layout = layout_of(trained.items())
+    specs_of = [spec_of(name, parameter) for name, parameter in trained.items()]
+    layout = laid_out(specs_of, [local_of(parameter) for parameter in trained.values()])
+    _refuse_sharded_frozen(named, trained)
     source_of = {id(p): n if n in trained else FROZEN_ITEM + n for n, p in named.items()}
     _refuse_unstorable(module)
     _refuse_sparse(module)
     ddp = ddp_of(model)
     if ddp is not None:
+        _refuse_sharded_in_ddp(module)
         _compare_with_averaged(ddp, trained, name_of)
     return Attached(
         model=model,
@@ -210,14 +221,71 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         parts=Parts(module),
         optimizers=tuple(optimizers),
         layout=layout,
-        parameters=tuple(trained.values()),
-        owner=tuple(owner_of[spec.name] for spec in layout.parameters),
+        parameters=dict(enumerate(trained.values())),
+        owner=tuple(owner_of[spec.tensor] for spec in layout.parameters),
         specs=tuple(specs),
         frozen=_frozen_slots(module, source_of),
         names=_state_dict_names(module, source_of),
         device=next(iter(trained.values())).device,
         ddp=ddp,
     )
+
+
+def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
+    """Give a sharded training the layout of all ranks' shards; one that is not sharded as it is.
+
+    Raises:
+        UnsupportedModel: On all ranks, if their shards are not the whole model.
+        UnsupportedOptimizer: If an optimizer couples the elements of a tensor that is divided.
+    """
+    layouts = ranks.gather(told(attached.layout) if attached.is_sharded else [])
+    if not any(layouts):
+        return attached
+    layout = joined(layouts)
+    own = {spec.name: i for i, spec in enumerate(attached.layout.parameters)}
+    owner_of = {s.tensor: o for s, o in zip(attached.layout.parameters, attached.owner, strict=True)}
+    parts: dict[str, list[str]] = {}
+    for spec in layout.parameters:
+        parts.setdefault(spec.tensor, []).append(spec.name)
+    specs = []
+    for optimizer in attached.specs:
+        groups = [[p for n in names for p in parts.get(n, [n])] for names in optimizer.groups]
+        _refuse_coupling(optimizer, [n for names in optimizer.groups for n in names], parts)
+        specs.append(replace(optimizer, groups=tuple(map(tuple, groups))))
+    return replace(
+        attached,
+        layout=layout,
+        parameters={
+            i: attached.parameters[own[spec.name]]
+            for i, spec in enumerate(layout.parameters)
+            if spec.name in own
+        },
+        owner=tuple(owner_of[spec.tensor] for spec in layout.parameters),
+        specs=tuple(specs),
+    )
+
+
+def _refuse_coupling(
+    optimizer: OptimizerSpec, tensors: Sequence[str], parts: Mapping[str, Sequence[str]]
+) -> None:
+    divided = next((name for name in tensors if len(parts.get(name, ())) > 1), None)
+    if divided is not None and granularity(optimizer) != "element":
+        raise UnsupportedOptimizer(
+            f"{optimizer.class_name.rpartition('.')[2]} couples the elements of a tensor, and "
+            f"{divided!r} is divided over ranks, so that no rank can step its part alone; take an "
+            "optimizer that works element by element (AdamW, SGD, ...), or DistributedDataParallel"
+        )
+
+
+def _refuse_sharded_frozen(
+    named: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]
+) -> None:
+    frozen = next((n for n, p in named.items() if n not in trained and is_sharded(p)), None)
+    if frozen is not None:
+        raise UnsupportedModel(
+            f"the frozen parameter {frozen!r} is sharded; leave frozen parameters out of "
+            "fully_shard(..., ignored_params=...), or give them to an optimizer with lr=0"
+        )
 
 
 def _divided(
@@ -264,13 +332,22 @@ def _refuse_one_name(module: torch.nn.Module) -> None:
             )
 
 
-def _refuse_sharded(model: torch.nn.Module) -> None:
+def _refuse_fsdp1(model: torch.nn.Module) -> None:
     for part in model.modules():
-        if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
+        if type(part).__name__ == "FullyShardedDataParallel":
             raise UnsupportedModel(
-                f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
-                "models: wrap the model in DistributedDataParallel instead"
+                "FullyShardedDataParallel (FSDP1) flattens its parameters; shard the model by "
+                "torch.distributed.fsdp.fully_shard (FSDP2), or wrap it in DistributedDataParallel"
             )
+
+
+def _refuse_sharded_in_ddp(module: torch.nn.Module) -> None:
+    name = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
+    if name is not None:
+        raise UnsupportedModel(
+            f"{name!r} is sharded inside DistributedDataParallel; shard over a mesh with a dimension "
+            "for the copies instead: fully_shard(model, mesh=init_device_mesh(..., (copies, shards)))"
+        )
 
 
 def _refuse_unstorable(module: torch.nn.Module) -> None:

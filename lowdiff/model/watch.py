@@ -19,6 +19,7 @@ from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shar
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
+from lowdiff.model.sharding import is_sharded, local_of
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
 
@@ -72,11 +73,16 @@ class Watch:
         self._is_live = mode == "live" and self._can_look
         self._shares = shares_of(attached.layout, world_size)
         self._own = self._shares[rank]
+        size = len(self._shares)
+        others = [(rank + 1 + i) % size for i in range(size - 1)]
+        #: Ranks whose share this rank trains as well, if any.
+        self._watchable = [r for r in others if attached.parameters.keys() >= {*self._shares[r]}]
         self._of_optimizer = [
             [i for i in self._own if attached.owner[i] == index]
             for index in range(len(attached.optimizers))
         ]
-        self._parameters = Looker(attached.parameters)
+        self._place = {i: place for place, i in enumerate(attached.parameters)}
+        self._parameters = Looker([attached.local(i) for i in attached.parameters])
         self._averages = {
             name: _Average([i for i in self._own if i in tensors], tensors)
             for name, tensors in averages.items()
@@ -127,9 +133,9 @@ class Watch:
             return Seen((), averages, Written())
         done, written = self._look_at_all(step, averages)
         seen = Seen(tuple(self._seen.values()), done, written)
-        if not self._is_live or len(self._shares) == 1:
+        if not self._is_live or not self._watchable:
             return seen
-        watched = (self._rank + 1 + step % (len(self._shares) - 1)) % len(self._shares)
+        watched = self._watchable[step % len(self._watchable)]
         other = join(self._look(self._shares[watched]).values())
         return replace(seen, own=join(seen.digests), other=other, watched=watched)
 
@@ -141,11 +147,12 @@ class Watch:
         )
 
     def digests(self) -> list[int]:
-        """A checksum of every parameter as it is now, in layout order."""
-        return self._parameters.look(range(len(self._attached.parameters)))
+        """A checksum of every parameter that this rank trains as it is now, in layout order."""
+        return self._parameters.look(self._place.values())
 
     def _look(self, parameters: Sequence[int]) -> dict[int, int]:
-        return dict(zip(parameters, self._parameters.look(parameters), strict=True))
+        places = [self._place[i] for i in parameters]
+        return dict(zip(parameters, self._parameters.look(places), strict=True))
 
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]
@@ -162,7 +169,7 @@ class Watch:
     def _changed(self, found: Mapping[int, int]) -> dict[int, Bits]:
         """Values of the parameters that are not as they were seen last."""
         changed = [i for i, value in found.items() if value != self._seen[i]]
-        return {i: self._values(i, self._attached.parameters[i]) for i in changed}
+        return {i: self._values(i, self._attached.local(i)) for i in changed}
 
     def _values(self, index: int, tensor: torch.Tensor) -> Bits:
         """Copy the values of a parameter, or its average: their record may be staged later."""
@@ -260,17 +267,17 @@ class StepGuard:
         self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._own = [
-            [i for i, owner in enumerate(attached.owner) if owner == index]
+            [i for i in attached.parameters if attached.owner[i] == index]
             for index in range(len(self._groups))
         ]
-        self._known = {id(parameter) for parameter in attached.parameters}
+        self._known = {id(parameter) for parameter in attached.parameters.values()}
         #: Per optimizer: parameters of its groups that were frozen at attach.
         self._frozen = [
             [p for group in o.param_groups for p in group["params"] if id(p) not in self._known]
             for o in attached.optimizers
         ]
         #: Where each lay when its form was last compared, and in which order.
-        self._places = [(p.data_ptr(), p.stride()) for p in attached.parameters]
+        self._places = {i: _place_of(attached.local(i)) for i in attached.parameters}
         self._has_reordered = False
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         #: Id of the pre-hook of each optimizer behind which no other may come: ours.
@@ -322,12 +329,16 @@ class StepGuard:
             UsageError: If the dtype, shape or device of one changed.
             UnsupportedModel: If one was put into the memory of another.
         """
-        parameters, places = self._attached.parameters, self._places
-        moved = [
-            i for i in indices if (parameters[i].data_ptr(), parameters[i].stride()) != places[i]
-        ]
+        attached, places = self._attached, self._places
+        moved = [i for i in indices if _place_of(attached.local(i)) != places[i]]
         for i in moved:
-            parameter, spec = parameters[i], self._specs[i]
+            parameter, spec = attached.parameters[i], self._specs[i]
+            if is_sharded(parameter):
+                raise UsageError(
+                    f"this rank's shard of {spec.tensor!r} lies elsewhere than at attach; move or "
+                    "convert a model before its optimizer is built and attached, and load weights "
+                    "by load_state_dict(..., assign=False)"
+                )
             was = torch_dtype(spec.dtype), spec.shape, self._device
             now = parameter.dtype, tuple(parameter.shape), parameter.device
             if now != was:
@@ -341,10 +352,9 @@ class StepGuard:
             sizes = zip(spec.shape, spec.strides, parameter.stride(), strict=True)
             if any(size > 1 and old != new for size, old, new in sizes):
                 self._reorder(parameter, spec)
-            places[i] = parameter.data_ptr(), parameter.stride()
+            places[i] = _place_of(parameter)
         if moved:
-            pairs = zip(self._specs, self._attached.parameters, strict=True)
-            refuse_shared_memory({spec.name: parameter for spec, parameter in pairs})
+            refuse_shared_memory({self._specs[i].name: attached.local(i) for i in places})
 
     def _reorder(self, parameter: torch.nn.Parameter, spec: ParameterSpec) -> None:
         parameter.data = in_order(parameter, spec.strides)
@@ -375,7 +385,7 @@ class StepGuard:
 
     def keep_forms(self) -> None:
         """See `_keep_forms`: of all parameters, at the end of a step."""
-        self._keep_forms(range(len(self._specs)))
+        self._keep_forms(self._places)
 
 
 class ReplayGuard(StepGuard):
@@ -437,7 +447,7 @@ class ReplayGuard(StepGuard):
         held = [o for o in objects if isinstance(o, torch.Tensor) and id(o) not in self._known]
         # Of an accelerator's parameters only version counters tell without stopping the host.
         own = [] if self._attached.is_on_host else self._own[index]
-        tensors = [*(self._attached.parameters[i] for i in own), *held]
+        tensors = [*(self._attached.local(i) for i in own), *map(local_of, held)]
         return _Held(objects, tensors, [tensor._version for tensor in tensors])
 
     def _objects(self, index: int) -> list[Any]:
@@ -446,6 +456,10 @@ class ReplayGuard(StepGuard):
         filled = [(p, own) for p, own in state.items() if isinstance(own, dict) and own]
         values = chain.from_iterable(own.values() for _, own in filled)
         return [state, *(p for p, _ in filled), *values]
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -511,7 +525,9 @@ class AttachedObjects:
         """Something was replaced, put in or taken out: go through all parameters by name."""
         now = _parameters_by_path(self._attached.module)
         for name, was in self._names.items():
-            if now.get(name) is was:
+            there = now.get(name)
+            # FSDP2 puts gathered parameters there while a forward pass uses them, and after it.
+            if there is was or (is_sharded(was) and there is not None and not is_sharded(there)):
                 continue
             moved = next((other for other, parameter in now.items() if parameter is was), None)
             how = "assigned anew, by its module or by load_state_dict(assign=True), or taken out?"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
+from lowdiff.model.sharding import is_sharded
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
@@ -54,20 +55,20 @@ class Gradients:
         """
         self._tell_of_kept(optimizer, step)
         if self._hook is not None:
-            owned = zip(self._attached.parameters, self._attached.owner, strict=True)
-            gradients = [p.grad if owner == optimizer else None for p, owner in owned]
+            attached = self._attached
+            owned = {i: p for i, p in attached.parameters.items() if attached.owner[i] == optimizer}
+            gradients = {i: p.grad for i, p in owned.items() if p.grad is not None}
             self._refuse_not_averaged(self._hook, gradients, step)
         return []
 
     def _refuse_not_averaged(
-        self, hook: HookState, gradients: Sequence[torch.Tensor | None], step: int
+        self, hook: HookState, consumed: Mapping[int, torch.Tensor], step: int
     ) -> None:
         if hook.has_failed:
             raise UsageError(
                 f"the backward pass of step {step} raised an error, so its gradients are not "
                 "averaged over the ranks; clear them, and run it again or end all ranks"
             )
-        consumed = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         own = hook.consume(consumed)
         # Zeros are the same on all ranks: a batch that was left out, say.
         first = next((i for i in sorted(own) if bool(consumed[i].any())), None)
@@ -125,8 +126,11 @@ class RecordedGradients(Gradients):
         self._tell_of_kept(optimizer, step)
         gradients = self._attached.gradients(optimizer)
         if self._hook is not None:
-            self._refuse_not_averaged(self._hook, gradients, step)
-        if self._attached.ddp is None:
+            there = {i: g for i, g in enumerate(gradients) if g is not None}
+            self._refuse_not_averaged(self._hook, there, step)
+        if self._attached.is_sharded:
+            self._reducer.consume(gradients)  # whoever sharded the parameters has averaged them
+        elif self._attached.ddp is None:
             # Only a fused optimizer that unscales by itself still gets them scaled.
             self._scaling.exchanged_at(done.grad_scale or 1.0)
             self._compress_in_place(gradients)
@@ -135,7 +139,8 @@ class RecordedGradients(Gradients):
             self._reducer.consume(gradients, factors=self._scaling.factors)
         if not done.found_inf:
             self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
-        owned = (i for i, owner in enumerate(self._attached.owner) if owner == optimizer)
+        owner = self._attached.owner
+        owned = (i for i in self._attached.parameters if owner[i] == optimizer)
         return [i for i in owned if gradients[i] is None]
 
     def _compress_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -194,6 +199,8 @@ class Scaling:
         """Clip as PyTorch does, and note by what; returns the total norm, shape ``[]``."""
         own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         total = torch.nn.utils.clip_grad_norm_(own, max_norm, **options)
+        if is_sharded(total):
+            return total  # gradients of shards are logged as they are consumed
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         self._clipped_by = (*self._clipped_by, float(coefficient))
         return total

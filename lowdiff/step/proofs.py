@@ -94,7 +94,7 @@ class Proofs:
             is_whole = granularity(spec) == "whole"
             own = {
                 i: parameter
-                for i, parameter in enumerate(attached.parameters)
+                for i, parameter in attached.parameters.items()
                 if attached.owner[i] == index and (is_whole or i in share)
             }
             self._courses[index] = _Course(own, self._keys(index))
@@ -234,7 +234,7 @@ class Proofs:
     def _keys(self, index: int) -> set[str]:
         """Keys under which an optimizer keeps state of any parameter."""
         state = self._attached.optimizers[index].state
-        return {str(key) for p in self._attached.parameters for key in state.get(p, ())}
+        return {str(key) for p in self._attached.parameters.values() for key in state.get(p, ())}
 
 
 @contextmanager

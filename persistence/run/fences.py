@@ -282,6 +282,9 @@ def _parameter(document: dict[str, Any]) -> ParameterSpec:
         dtype=document["dtype"],
         offset=document["offset"],
         global_offset=tuple(document["global_offset"]),
+        tensor=document["tensor"],
+        whole_shape=tuple(document["whole_shape"]),
+        ranks=tuple(document["ranks"]),
     )
 
 
@@ -296,9 +299,7 @@ def _check(fence: Fence) -> None:
             map(_is_size, spec.shape + spec.strides)
         ):
             raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
-        if spec.global_offset != (0,) * len(spec.shape):
-            where = f"parameter {spec.name!r} begins at {spec.global_offset} of a larger tensor"
-            raise ValueError(f"{where}: this version of lowdiff trains whole ones")
+        _check_part(spec, fence.world_size)
         end = spec.stop
     if fence.parent is not None and fence.parent >= fence.incarnation:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
@@ -321,9 +322,20 @@ def _check(fence: Fence) -> None:
         raise TypeError("a name is not text")
     if not fence.layout.parameters or not fence.optimizers:
         raise ValueError("there is nothing to train")
-    known = {spec.name for spec in fence.layout.parameters}
+    known = {spec.tensor for spec in fence.layout.parameters}
     if [name for name in fence.names.values() if name not in known and "/" not in name]:
         raise ValueError("the model's names lead to parameters that the layout lacks")
+
+
+def _check_part(spec: ParameterSpec, world_size: int) -> None:
+    """Refuse a shard that is not a range of its tensor, or of ranks that there are not."""
+    if not (len(spec.shape) == len(spec.global_offset) == len(spec.whole_shape)):
+        raise ValueError(f"parameter {spec.name!r} is of another rank than {spec.tensor!r}")
+    ends = zip(spec.global_offset, spec.shape, spec.whole_shape, strict=True)
+    if not all(_is_size(start) and start + size <= whole for start, size, whole in ends):
+        raise ValueError(f"parameter {spec.name!r} reaches beyond {spec.tensor!r}")
+    if not all(type(rank) is int and 0 <= rank < world_size for rank in spec.ranks):
+        raise ValueError(f"parameter {spec.name!r} is of ranks {spec.ranks}")
 
 
 def _is_size(number: object) -> bool:

@@ -98,7 +98,8 @@ class Step:
             tuple(
                 OptimizerCall(
                     calls[0].optimizers,
-                    frozenset(calls[0].absent),
+                    # Ranks may train different shards.
+                    frozenset(i for call in calls for i in call.absent),
                     decoder([call.payload for call in calls]),
                     _joined([call.written for call in calls]),
                     calls[0].averages,

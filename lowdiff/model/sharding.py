@@ -1,0 +1,153 @@
+"""Sharded tensors (FSDP2, HSDP, tensor parallelism): what of each this rank trains, and what all ranks do.
+
+A rank trains its local shards. The layout of a run has an entry for each shard of all ranks, so that its parts
+together are the whole model; ranks that hold the same shard divide the work on it. In DDP every rank holds everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from lowdiff.core.layout import dtype_name
+from lowdiff.errors import UnsupportedModel
+from lowdiff.types import Layout, ParameterSpec
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a ``DTensor``, without importing their module, which takes long."""
+    return isinstance(tensor, torch.Tensor) and type(tensor).__name__ == "DTensor"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, sharing its memory: the tensor itself, unless it is sharded."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a new view at each call, with a history
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def sharded_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of this rank's part as one that is sharded as a parameter is; plain where that is."""
+    if not is_sharded(parameter):
+        return local
+    whole: torch.Tensor = type(parameter).from_local(  # type: ignore[attr-defined]
+        local,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
+
+
+def spec_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
+    """Describe what this rank trains of a parameter; it lies at offset 0.
+
+    Raises:
+        UnsupportedModel: If it is not divided into ranges of its dimensions.
+    """
+    local = local_of(parameter)
+    spec = ParameterSpec(
+        name=name,
+        shape=tuple(local.shape),
+        strides=tuple(local.stride()),
+        dtype=dtype_name(local.dtype),
+        offset=0,
+    )
+    if not is_sharded(parameter):
+        return spec
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise UnsupportedModel(
+            f"{name!r} has the placements {placements}: a parameter whose ranks hold addends; "
+            "redistribute it to Replicate() or Shard(dim) before its optimizer is built"
+        )
+    # Nothing public tells where a rank's part begins, with uneven and nested shards as well.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        placements,
+    )
+    if tuple(shape) != spec.shape:
+        raise UnsupportedModel(
+            f"{name!r} is {spec.shape} on this rank, where its placements {placements} make it "
+            f"{tuple(shape)}; attach the optimizer's own parameters, sharded as they train"
+        )
+    whole = tuple(parameter.shape)
+    is_part = spec.shape != whole
+    return replace(
+        spec,
+        name=f"{name}@{','.join(map(str, offset))}" if is_part else name,
+        global_offset=tuple(offset),
+        tensor=name,
+        whole_shape=whole,
+    )
+
+
+def told(layout: Layout) -> list[dict[str, Any]]:
+    """Return a layout as plain values, for other ranks."""
+    return [asdict(spec) for spec in layout.parameters]
+
+
+def joined(layouts: Sequence[Sequence[Mapping[str, Any]]]) -> Layout:
+    """Make the layout of a run of what every rank trains.
+
+    Args:
+        layouts: Of each rank; see `told`.
+
+    Raises:
+        UnsupportedModel: If ranks train other tensors, or their parts are not the whole.
+    """
+    of_rank = [[_spec(values) for values in layout] for layout in layouts]
+    tensors = list(dict.fromkeys(spec.tensor for spec in of_rank[0]))
+    for rank, specs in enumerate(of_rank):
+        others = {spec.tensor for spec in specs} ^ set(tensors)
+        if others:
+            raise UnsupportedModel(
+                f"rank {rank} and rank 0 do not train the same tensors ({min(others)!r}, say): stages of "
+                "a pipeline are not supported; shard every stage's ranks in a run of their own"
+            )
+    ranks_of: dict[ParameterSpec, list[int]] = {}
+    for rank, specs in enumerate(of_rank):
+        for spec in specs:
+            ranks_of.setdefault(spec, []).append(rank)
+    order = {tensor: number for number, tensor in enumerate(tensors)}
+    found = sorted(ranks_of, key=lambda spec: (order[spec.tensor], spec.global_offset, spec.shape))
+    _refuse_incomplete(found)
+    entries, offset = [], 0
+    for spec in found:
+        ranks = ranks_of[spec]
+        everywhere = len(ranks) == len(of_rank)
+        entries.append(replace(spec, offset=offset, ranks=() if everywhere else tuple(ranks)))
+        offset += spec.numel
+    return Layout(tuple(entries))
+
+
+def _spec(values: Mapping[str, Any]) -> ParameterSpec:
+    tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list | tuple)}
+    return ParameterSpec(**{**values, **tuples, "offset": 0})
+
+
+def _refuse_incomplete(specs: Iterable[ParameterSpec]) -> None:
+    """See that the parts of each tensor are the whole, each element once."""
+    sizes: dict[str, int] = {}
+    wholes: dict[str, tuple[int, ...]] = {}
+    for spec in specs:
+        sizes[spec.tensor] = sizes.get(spec.tensor, 0) + spec.numel
+        if wholes.setdefault(spec.tensor, spec.whole_shape) != spec.whole_shape:
+            raise UnsupportedModel(f"{spec.tensor!r} has other shapes on other ranks")
+    for tensor, size in sizes.items():
+        if size != math.prod(wholes[tensor]):
+            raise UnsupportedModel(
+                f"the ranks' parts of {tensor!r} have {size:,} elements in all, and the tensor has "
+                f"{math.prod(wholes[tensor]):,}: shard it over a mesh of all ranks, by ranges of whole rows"
+            )
