@@ -19,6 +19,7 @@ from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, temporary_folder
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.reshard import whole
 from lowdiff.recovery.search import Progress, Search
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import whole_number
@@ -38,6 +39,8 @@ def recover(
     device: str | torch.device | None = None,
 ) -> RecoveredState:
     """Rebuild the state of a run at any committed step; the training code is not needed.
+
+    Sharded tensors are put together: the whole model comes back on one machine.
 
     Args:
         run: The run folder, or the URL of its store. Of a store only the nearest snapshot and the
@@ -97,7 +100,7 @@ def _recover(
 
     def act(seen: Catalog) -> RecoveredState:
         search.catalog = seen
-        return search.run(options or ReplayOptions(), progress=progress)
+        return whole(search.run(options or ReplayOptions(), progress=progress))
 
     return look_again(folder, root, catalog, act)
 

@@ -354,12 +354,17 @@ def _is_in(name: str, share: Share, rank: int, parameters: Container[str]) -> bo
         owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
         is_mine = owner is None or owner in share.parameters
         return share.residual == rank or (share.residual is None and is_mine)
+    return parameter_in(name, parameters) in share.parameters
+
+
+def parameter_in(name: str, parameters: Container[str]) -> str:
+    """Return of which parameter a tensor of an image is: itself, optimizer state or an average."""
     prefix, _, rest = name.partition("/")
     if prefix + "/" == OPTIMIZER:
-        rest = entry_of(rest, parameters)[1]
-    elif prefix + "/" == AVERAGE_ITEM:
-        rest = rest.partition("/")[2]
-    return rest in share.parameters
+        return entry_of(rest, parameters)[1]
+    if prefix + "/" == AVERAGE_ITEM:
+        return rest.partition("/")[2]
+    return rest
 
 
 def _is_item(name: str) -> bool:

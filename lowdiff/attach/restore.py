@@ -27,7 +27,7 @@ from lowdiff.recovery.state import (
     RecoveredState,
     is_aligned,
 )
-from lowdiff.types import Fence, Layout
+from lowdiff.types import Fence, Layout, OptimizerSpec
 
 _NEW_RUN = (
     "start a new run folder, or take the old weights along, where names and shapes fit with "
@@ -368,19 +368,21 @@ def _is_same_value(live: Any, known: Any) -> bool:
 
 
 def _layout_difference(old: Layout, new: Layout) -> str | None:
-    before = {spec.name: spec for spec in old.parameters}
-    after = {spec.name: spec for spec in new.parameters}
+    """Say how two models differ; how they are divided over ranks is no difference."""
+    before = {spec.tensor: spec for spec in old.parameters}
+    after = {spec.tensor: spec for spec in new.parameters}
     for name in [*before, *after]:
         if name not in after:
             return f"model: parameter {name!r} is gone"
         if name not in before:
             return f"model: parameter {name!r} is new"
         left, right = before[name], after[name]
-        if (left.shape, left.dtype) != (right.shape, right.dtype):
-            return f"model: {name!r} was {left.dtype} {left.shape}, now {right.dtype} {right.shape}"
-        if left.strides != right.strides:
+        if (left.whole_shape, left.dtype) != (right.whole_shape, right.dtype):
+            was, now = (f"{s.dtype} {s.whole_shape}" for s in (left, right))
+            return f"model: {name!r} was {was}, now {now}"
+        if not (left.is_shard or right.is_shard) and left.strides != right.strides:
             return f"memory format: {name!r} had strides {left.strides}, now {right.strides}"
-    return None if old == new else "model: its parameters come in another order"
+    return None if [*before] == [*after] else "model: its parameters come in another order"
 
 
 def _optimizer_difference(attached: Attached, fence: Fence) -> str | None:
@@ -389,6 +391,12 @@ def _optimizer_difference(attached: Attached, fence: Fence) -> str | None:
     for old, new in zip(fence.optimizers, attached.specs, strict=True):
         if old.class_name != new.class_name:
             return f"optimizer: {old.class_name}, now {new.class_name}"
-        if old.groups != new.groups:
+        if _tensors_of(old, fence.layout) != _tensors_of(new, attached.layout):
             return "division of the parameters into optimizer groups"
     return None
+
+
+def _tensors_of(optimizer: OptimizerSpec, layout: Layout) -> list[list[str]]:
+    """The tensors of each of an optimizer's groups, whose entries may be shards."""
+    tensor_of = {spec.name: spec.tensor for spec in layout.parameters}
+    return [list(dict.fromkeys(tensor_of.get(n, n) for n in names)) for names in optimizer.groups]

@@ -19,8 +19,10 @@ from lowdiff.attach.restore import (
 )
 from lowdiff.core.events import Code, inform
 from lowdiff.model.averages import followed_names
+from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
+from lowdiff.recovery.reshard import by_tensor, resharded, whole
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -29,7 +31,7 @@ from lowdiff.recovery.state import (
     is_same_class,
 )
 from lowdiff.settings import Settings
-from lowdiff.types import Fence
+from lowdiff.types import Fence, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,10 @@ def load_start(
     attached, stateful, tracker = given.attached, given.stateful, given.tracker
     if state is None:
         return Start(0, False, True, [], tracker.read())
+    moved = []
+    if state.fence.layout != attached.layout:
+        state = _divided_as(attached, state, restore)
+        moved = ["its parameters are divided over the ranks in another way"]
     items = inherit(state.items, ranks.world_size)[ranks.rank]
     # The generators of a rank that joins now start as its script seeded them.
     own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
@@ -88,7 +94,7 @@ def load_start(
             rank=ranks.rank,
         )
     averages = followed_names(given.averages, attached.layout)
-    changes = _changes(settings, state.fence, ranks, averages)
+    changes = moved + _changes(settings, state.fence, ranks, averages)
     if ranks.rank == 0 and (said := [*changes, *objects, *reshaped, *differences]):
         text = f"resuming at step {state.step}: {'; '.join(said)}"
         if objects or reshaped:
@@ -99,6 +105,25 @@ def load_start(
         live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}
     return Start(state.step, True, bool(changes or objects), residual, items)
+
+
+def _divided_as(attached: Attached, state: RecoveredState, restore: str) -> RecoveredState:
+    """Divide a recovered state over ranks as the attached model is.
+
+    With ``restore="model"`` the model may train other tensors; those that fit are divided.
+    """
+    if restore == "all":
+        return resharded(state, attached.layout, attached.specs)
+    state = whole(state)
+    shapes = {spec.tensor: spec.whole_shape for spec in attached.layout.parameters}
+    old = by_tensor(state.fence.layout)
+    kept = [
+        spec
+        for spec in attached.layout.parameters
+        if spec.tensor in old and old[spec.tensor][0].shape == spec.whole_shape
+    ]
+    others = [s for s in state.fence.layout.parameters if shapes.get(s.tensor) != s.whole_shape]
+    return resharded(state, Layout((*kept, *others)), state.fence.optimizers)
 
 
 def _compare_objects(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import torch
 
@@ -16,7 +17,7 @@ from lowdiff.persistence.format.image import OPTIMIZER
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.recovery.damage import judge, refuse_unreadable_newest
 from lowdiff.recovery.images import aligned_tensors, other_numbers
-from lowdiff.recovery.load import add_numbers, place_of
+from lowdiff.recovery.load import add_numbers, parameter_in, place_of
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import local_ranks
 from lowdiff.recovery.search import Search
@@ -68,14 +69,23 @@ def recover_together(
     )
     search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
     state = search.run(options, ranks)
-    exchange(state, ranks)
+    # Of a model that is sharded as it was, a rank takes no more than it trains.
+    own = [attached.layout.parameters[i].name for i in attached.parameters]
+    same = restore == "all" and state.fence.layout == attached.layout
+    exchange(state, ranks, set(own) if same else None)
     if restore == "all":
         inherit_residual(settings, catalog, state, attached.layout, ranks)
     return state
 
 
-def exchange(state: RecoveredState, ranks: Ranks) -> None:
-    """Complete every rank's state with what other ranks loaded and replayed."""
+def exchange(state: RecoveredState, ranks: Ranks, wanted: Collection[str] | None = None) -> None:
+    """Complete every rank's state with what other ranks loaded and replayed.
+
+    Args:
+        state: Of this rank.
+        ranks: All of them.
+        wanted: Parameters that this rank needs; None for all.
+    """
     if ranks.world_size == 1:
         return
     own = {name: values for name, _, values in aligned_tensors(state)}
@@ -85,7 +95,11 @@ def exchange(state: RecoveredState, ranks: Ranks) -> None:
             for key in [key for key, value in entries.items() if _is_large(key, value)]:
                 own[f"{OPTIMIZER}{index}/{name}/{key}"] = entries.pop(key)
     names = {spec.name for spec in state.fence.layout.parameters}
-    for full_name, values in ranks.spread(own).items():
+
+    def is_wanted(full_name: str) -> bool:
+        return wanted is None or parameter_in(full_name, names) in wanted
+
+    for full_name, values in ranks.spread(own, is_wanted).items():
         home, key, _ = place_of(state, full_name, names)
         home[key] = values
     for others in ranks.gather(numbers):

@@ -243,7 +243,9 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
         return attached
     layout = joined(layouts)
     own = {spec.name: i for i, spec in enumerate(attached.layout.parameters)}
-    owner_of = {s.tensor: o for s, o in zip(attached.layout.parameters, attached.owner, strict=True)}
+    owner_of = {
+        s.tensor: o for s, o in zip(attached.layout.parameters, attached.owner, strict=True)
+    }
     parts: dict[str, list[str]] = {}
     for spec in layout.parameters:
         parts.setdefault(spec.tensor, []).append(spec.name)

@@ -177,11 +177,16 @@ class Ranks:
         while under_way:
             yield arrived()
 
-    def spread(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def spread(
+        self,
+        mine: Mapping[str, torch.Tensor],
+        is_wanted: Callable[[str], bool] = lambda _: True,
+    ) -> dict[str, torch.Tensor]:
         """Bring tensors that only other ranks have, each from the first rank that has it.
 
         Args:
             mine: Name -> tensor on the host. Equal names hold equal bits and shapes.
+            is_wanted: Whether this rank keeps the tensor of a name.
 
         Returns:
             Those that this rank lacks.
@@ -199,7 +204,7 @@ class Ranks:
                 values = mine[name].contiguous()
             else:
                 values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-            if name not in mine:
+            if name not in mine and is_wanted(name):
                 found[name] = values
             data = values.view(-1).view(torch.uint8)
             for piece in data.split(_PIECE_BYTES) if len(data) else ():

@@ -58,9 +58,7 @@ def remove_folder(path: Path) -> None:
 
 
 @contextmanager
-def replaced(
-    path: Path, *, exclusive: bool = False, durable: bool = True
-) -> Iterator[IO[bytes]]:
+def replaced(path: Path, *, exclusive: bool = False, durable: bool = True) -> Iterator[IO[bytes]]:
     """Open a temporary file that then replaces ``path`` atomically and, unless told otherwise, durably.
 
     Raises:

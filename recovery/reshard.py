@@ -1,0 +1,153 @@
+"""A state whose parameters are divided otherwise: over other ranks, or not at all.
+
+Elements are only moved: every value keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowdiff.core.layout import shaped, torch_dtype
+from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
+from lowdiff.types import Layout, OptimizerSpec, ParameterSpec
+
+
+def by_tensor(layout: Layout) -> dict[str, list[ParameterSpec]]:
+    """Return the entries of each tensor of the model."""
+    found: dict[str, list[ParameterSpec]] = {}
+    for spec in layout.parameters:
+        found.setdefault(spec.tensor, []).append(spec)
+    return found
+
+
+def whole(state: RecoveredState) -> RecoveredState:
+    """Put the shards of every tensor together; a state that has none as it is.
+
+    Memory: the state, and one tensor more. The given state must not be used any more.
+    """
+    layout = state.fence.layout
+    if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
+        return state
+    specs, offset = [], 0
+    for tensor, parts in by_tensor(layout).items():
+        specs.append(_whole_spec(tensor, parts[0], offset))
+        offset = specs[-1].stop
+    tensor_of = {spec.name: spec.tensor for spec in layout.parameters}
+    optimizers = [
+        replace(o, groups=tuple(_tensors(names, tensor_of) for names in o.groups))
+        for o in state.fence.optimizers
+    ]
+    return resharded(state, Layout(tuple(specs)), optimizers)
+
+
+def _whole_spec(tensor: str, part: ParameterSpec, offset: int) -> ParameterSpec:
+    if not part.is_shard:
+        return replace(part, offset=offset, ranks=())
+    strides, size = [], 1
+    for length in reversed(part.whole_shape):
+        strides.append(size)
+        size *= max(length, 1)
+    return ParameterSpec(tensor, part.whole_shape, tuple(reversed(strides)), part.dtype, offset)
+
+
+def _tensors(names: Iterable[str], tensor_of: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(tensor_of.get(name, name) for name in names))
+
+
+def resharded(
+    state: RecoveredState, layout: Layout, optimizers: Sequence[OptimizerSpec]
+) -> RecoveredState:
+    """Divide a whole state as another layout does.
+
+    Memory: the state, and the parts of one tensor more. The given state must not be used any more.
+
+    Args:
+        state: With all parts of each tensor.
+        layout: Of the same tensors; one that the state lacks is left out.
+        optimizers: As `Fence.optimizers`, of that layout.
+    """
+    old, new = by_tensor(state.fence.layout), by_tensor(layout)
+    made = replace(
+        state,
+        fence=replace(state.fence, layout=layout, optimizers=tuple(optimizers)),
+        parameters={},
+        optimizers=[OptimizerState(o.groups, {}) for o in state.optimizers],
+        averages={name: {} for name in state.averages},
+        held=_held(state, layout),
+    )
+    for tensor, targets in new.items():
+        sources = old.get(tensor, [])
+        for spec in targets if sources else ():
+            made.parameters[spec.name] = _cut(spec, sources, state.parameters)
+            for name, followed in state.averages.items():
+                if sources[0].name in followed:
+                    made.averages[name][spec.name] = _cut(spec, sources, followed)
+            for before, after in zip(state.optimizers, made.optimizers, strict=True):
+                entries = _entries(spec, sources, before)
+                if entries:
+                    after.state[spec.name] = entries
+        for source in sources:
+            state.parameters.pop(source.name, None)
+            for held in (*state.averages.values(), *(o.state for o in state.optimizers)):
+                held.pop(source.name, None)  # type: ignore[attr-defined]
+    return made
+
+
+def _held(state: RecoveredState, layout: Layout) -> tuple[int, ...]:
+    held = {state.fence.layout.parameters[i].tensor for i in state.held}
+    return tuple(i for i, spec in enumerate(layout.parameters) if spec.tensor in held)
+
+
+def _entries(
+    spec: ParameterSpec, sources: Sequence[ParameterSpec], optimizer: OptimizerState
+) -> dict[str, Any]:
+    """What an optimizer keeps of a part: its elements, and the numbers that all parts have alike."""
+    parts = [s for s in sources if s.numel] or list(sources[:1])
+    keys = optimizer.state.get(parts[0].name, {})
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        values = {s.name: optimizer.state.get(s.name, {}).get(key) for s in parts}
+        if all(is_aligned(key, values[s.name], s.numel) for s in parts):
+            found[key] = _cut(spec, parts, values)
+        else:
+            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _cut(
+    spec: ParameterSpec, sources: Sequence[ParameterSpec], values: Mapping[str, Any]
+) -> torch.Tensor:
+    """Put a part together, flat, from the parts that overlap it."""
+    place = spec.global_offset, spec.shape, spec.strides
+    same = next((s for s in sources if (s.global_offset, s.shape, s.strides) == place), None)
+    if same is not None:
+        own: torch.Tensor = values[same.name]
+        return own
+    first = values[sources[0].name]
+    made = torch.empty(spec.numel, dtype=first.dtype if first.numel() else torch_dtype(spec.dtype))
+    target = shaped(made, spec)
+    for source in sources:
+        here, there = _overlap(spec, source)
+        if here is not None and source.numel:
+            target[here] = shaped(values[source.name], source)[there]
+    return made
+
+
+def _overlap(
+    left: ParameterSpec, right: ParameterSpec
+) -> tuple[tuple[slice, ...] | None, tuple[slice, ...]]:
+    """The common range of two parts of a tensor, in each; None where there is none."""
+    here, there = [], []
+    for start, size, other, length in zip(
+        left.global_offset, left.shape, right.global_offset, right.shape, strict=True
+    ):
+        first, last = max(start, other), min(start + size, other + length)
+        if first >= last:
+            return None, ()
+        here.append(slice(first - start, last - start))
+        there.append(slice(first - other, last - other))
+    return tuple(here), tuple(there)
