@@ -70,7 +70,7 @@ def spec_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
             "redistribute it to Replicate() or Shard(dim) before its optimizer is built"
         )
     # Nothing public tells where a rank's part begins, with uneven and nested shards as well.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape,
