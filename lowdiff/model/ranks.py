@@ -143,14 +143,14 @@ class Ranks:
                     make_directory(target.parent)
                     with replaced(target, durable=durable) as file:
                         for piece in pieces:
-                            file.write(piece.numpy())
+                            file.write(piece.numpy().data)
             except (OSError, LowDiffError) as error:
                 trouble.append(error)
             for _ in pieces:  # what is not wanted here, or could not be written
                 continue
         with self.together():
-            for error in trouble:
-                raise error
+            if trouble:
+                raise trouble[0]
 
     def _pieces(
         self, path: Path | None, size: int, owner: int, trouble: list[Exception]
@@ -237,7 +237,7 @@ def _read(path: Path, start: int, piece: torch.Tensor) -> None:
     """
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        if file.readinto(piece.numpy()) != len(piece):
+        if file.readinto(piece.numpy().data) != len(piece):
             raise StorageError(f"{path} became shorter while it was sent to other ranks")
 
 
