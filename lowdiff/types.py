@@ -352,6 +352,7 @@ class Fence:
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
         staging: Where this rank's staging of all runs lies, without symbolic links.
+        frozen_shards: Of all ranks, of frozen parameters that are sharded: each rank keeps its own as items.
     """
 
     run_id: str
@@ -370,6 +371,7 @@ class Fence:
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
     staging: str = ""
+    frozen_shards: Layout = Layout(())
 
     @property
     def logs_steps(self) -> bool:

@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import shaped, torch_dtype
-from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
+from lowdiff.core.layout import flat_like, shaped, torch_dtype
+from lowdiff.persistence.format.values import encode
+from lowdiff.recovery.state import (
+    FROZEN_ITEM,
+    OptimizerState,
+    RecoveredState,
+    decode_item,
+    is_aligned,
+)
 from lowdiff.types import Layout, OptimizerSpec, ParameterSpec
 
 
@@ -30,6 +37,7 @@ def whole(state: RecoveredState) -> RecoveredState:
     Memory: the state, and one tensor more. The given state must not be used any more.
     """
     layout = state.fence.layout
+    _put_frozen_together(state)
     if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
         return state
     specs, offset = [], 0
@@ -42,6 +50,21 @@ def whole(state: RecoveredState) -> RecoveredState:
         for o in state.fence.optimizers
     ]
     return resharded(state, Layout(tuple(specs)), optimizers)
+
+
+def _put_frozen_together(state: RecoveredState) -> None:
+    """Give every rank's items the whole of each frozen parameter that was sharded, in place."""
+    for tensor, parts in by_tensor(state.fence.frozen_shards).items():
+        name = FROZEN_ITEM + tensor
+        values = {}
+        for part in parts:
+            held = decode_item(name, state.items[part.ranks[0] if part.ranks else 0][name])
+            values[part.name] = flat_like(held, part)
+        spec = _whole_spec(tensor, parts[0], 0)
+        data = encode(shaped(_cut(spec, parts, values), spec))
+        for items in state.items:
+            items[name] = data
+    state.fence = replace(state.fence, frozen_shards=Layout(()))
 
 
 def _whole_spec(tensor: str, part: ParameterSpec, offset: int) -> ParameterSpec:

@@ -325,6 +325,7 @@ def _fenced(
         constants=constants,
         life=life,
         staging=os.path.realpath(settings.staging_root),
+        frozen_shards=attached.frozen_shards.layout,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

@@ -16,7 +16,7 @@ from lowdiff.core.layout import dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.ranks import Ranks
-from lowdiff.model.sharding import is_sharded, joined, local_of, spec_of, told
+from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, spec_of, told
 from lowdiff.recovery.images import holds
 from lowdiff.recovery.replay.optimizers import class_name, granularity, refuse_foreign_state
 from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
@@ -68,7 +68,7 @@ def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
-    """The attached model and optimizers, described.
+    """The attached model and optimizers, described; large because all of it is found in one look.
 
     Attributes:
         model: As given, perhaps wrapped in DDP.
@@ -80,6 +80,7 @@ class Attached:
         owner: Per entry of the layout: index of its optimizer.
         specs: One per optimizer.
         frozen: Item name -> module and attribute of a parameter that no optimizer trains.
+        frozen_shards: Those of them that are sharded.
         names: Keys of the model's state dict -> parameter, item, or key within the item of extra
             states.
         device: Where the parameters live.
@@ -95,6 +96,7 @@ class Attached:
     owner: tuple[int, ...]
     specs: tuple[OptimizerSpec, ...]
     frozen: Mapping[str, Slot]
+    frozen_shards: FrozenShards
     names: Mapping[str, str]
     device: torch.device
     ddp: DistributedDataParallel | None
@@ -111,7 +113,7 @@ class Attached:
         where two names hold one tensor: either may be given another.
         """
         found = {n: buffer for n, buffer, _, _ in self.parts.buffers() if buffer is not None}
-        return found | {name: p.detach() for name, p in self.frozen_parameters().items()}
+        return found | self.frozen_parameters()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters by name, buffers and frozen parameters by item name."""
@@ -124,13 +126,18 @@ class Attached:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks train other parameters, or other parts of them."""
-        return any(map(is_sharded, self.parameters.values()))
+        """Whether ranks hold other parameters, or other parts of them."""
+        held = (*self.parameters.values(), *self.frozen_shards.parameters.values())
+        return any(map(is_sharded, held))
 
-    def frozen_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Item name -> parameter that no optimizer trains."""
-        found = ((name, part._parameters.get(key)) for name, (part, key) in self.frozen.items())
-        return {name: parameter for name, parameter in found if parameter is not None}
+    def frozen_parameters(self) -> dict[str, torch.Tensor]:
+        """Item name -> what this rank holds of a parameter that no optimizer trains."""
+        sharded = self.frozen_shards.parameters
+        found = {
+            name: sharded.get(name, part._parameters.get(key))
+            for name, (part, key) in self.frozen.items()
+        }
+        return {name: local_of(p).detach() for name, p in found.items() if p is not None}
 
     def buffer_slots(self) -> dict[str, Slot]:
         """Item name -> module and attribute of every buffer, whether it holds a tensor or None."""
@@ -207,7 +214,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         )
     specs_of = [spec_of(name, parameter) for name, parameter in trained.items()]
     layout = laid_out(specs_of, [local_of(parameter) for parameter in trained.values()])
-    _refuse_sharded_frozen(named, trained)
+    sharded = {
+        name: parameter
+        for name, parameter in named.items()
+        if name not in trained and is_sharded(parameter)
+    }
+    frozen_specs = (spec_of(name, parameter) for name, parameter in sharded.items())
     source_of = {id(p): n if n in trained else FROZEN_ITEM + n for n, p in named.items()}
     _refuse_unstorable(module)
     _refuse_sparse(module)
@@ -225,6 +237,9 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         owner=tuple(owner_of[spec.tensor] for spec in layout.parameters),
         specs=tuple(specs),
         frozen=_frozen_slots(module, source_of),
+        frozen_shards=FrozenShards(
+            Layout(tuple(frozen_specs)), {FROZEN_ITEM + n: p for n, p in sharded.items()}
+        ),
         names=_state_dict_names(module, source_of),
         device=next(iter(trained.values())).device,
         ddp=ddp,
@@ -238,10 +253,12 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
         UnsupportedModel: On all ranks, if their shards are not the whole model.
         UnsupportedOptimizer: If an optimizer couples the elements of a tensor that is divided.
     """
-    layouts = ranks.gather(told(attached.layout) if attached.is_sharded else [])
-    if not any(layouts):
+    own_shards = [told(attached.layout), told(attached.frozen_shards.layout)]
+    gathered = ranks.gather(own_shards if attached.is_sharded else [])
+    if not any(gathered):
         return attached
-    layout = joined(layouts)
+    layout = joined([trained for trained, _ in gathered])
+    frozen = replace(attached.frozen_shards, layout=joined([frozen for _, frozen in gathered]))
     own = {spec.name: i for i, spec in enumerate(attached.layout.parameters)}
     owner_of = {
         s.tensor: o for s, o in zip(attached.layout.parameters, attached.owner, strict=True)
@@ -264,6 +281,7 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
         },
         owner=tuple(owner_of[spec.tensor] for spec in layout.parameters),
         specs=tuple(specs),
+        frozen_shards=frozen,
     )
 
 
@@ -276,17 +294,6 @@ def _refuse_coupling(
             f"{optimizer.class_name.rpartition('.')[2]} couples the elements of a tensor, and "
             f"{divided!r} is divided over ranks, so that no rank can step its part alone; take an "
             "optimizer that works element by element (AdamW, SGD, ...), or DistributedDataParallel"
-        )
-
-
-def _refuse_sharded_frozen(
-    named: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]
-) -> None:
-    frozen = next((n for n, p in named.items() if n not in trained and is_sharded(p)), None)
-    if frozen is not None:
-        raise UnsupportedModel(
-            f"the frozen parameter {frozen!r} is sharded; leave frozen parameters out of "
-            "fully_shard(..., ignored_params=...), or give them to an optimizer with lr=0"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,19 @@ def spec_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
         tensor=name,
         whole_shape=whole,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenShards:
+    """Frozen parameters that are sharded.
+
+    Attributes:
+        layout: Their shards, of all ranks.
+        parameters: Item name -> parameter; while FSDP2 has gathered it, the module has another.
+    """
+
+    layout: Layout
+    parameters: Mapping[str, torch.nn.Parameter]
 
 
 def told(layout: Layout) -> list[dict[str, Any]]:

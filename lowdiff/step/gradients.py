@@ -120,6 +120,7 @@ class RecordedGradients(Gradients):
         self._reducer = reducer
         self._scaling = scaling
         self._residual = residual
+        self._is_sharded = attached.is_sharded
 
     def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
         """See `Gradients.consume`."""
@@ -128,7 +129,7 @@ class RecordedGradients(Gradients):
         if self._hook is not None:
             there = {i: g for i, g in enumerate(gradients) if g is not None}
             self._refuse_not_averaged(self._hook, there, step)
-        if self._attached.is_sharded:
+        if self._is_sharded:
             self._reducer.consume(gradients)  # whoever sharded the parameters has averaged them
         elif self._attached.ddp is None:
             # Only a fused optimizer that unscales by itself still gets them scaled.

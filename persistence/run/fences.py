@@ -252,7 +252,8 @@ def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
 
 
 def _fence(document: dict[str, Any]) -> Fence:
-    layout = Layout(tuple(map(_parameter, document.pop("layout")["parameters"])))
+    layout = _layout(document.pop("layout"))
+    frozen_shards = _layout(document.pop("frozen_shards"))
     optimizers = tuple(
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
@@ -264,6 +265,7 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
+        frozen_shards=frozen_shards,
         optimizers=optimizers,
         environment=environment,
         averages=averages,
@@ -271,6 +273,10 @@ def _fence(document: dict[str, Any]) -> Fence:
     )
     _check(fence)
     return fence
+
+
+def _layout(document: dict[str, Any]) -> Layout:
+    return Layout(tuple(map(_parameter, document["parameters"])))
 
 
 def _parameter(document: dict[str, Any]) -> ParameterSpec:
@@ -291,16 +297,8 @@ def _parameter(document: dict[str, Any]) -> ParameterSpec:
 def _check(fence: Fence) -> None:
     """Refuse values that lowdiff never writes, before anything relies on them."""
     environment = fence.environment
-    end = 0
-    for spec in fence.layout.parameters:
-        if spec.offset != end or spec.dtype not in ITEM_BYTES:
-            raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
-        if len(spec.shape) != len(spec.strides) or not all(
-            map(_is_size, spec.shape + spec.strides)
-        ):
-            raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
-        _check_part(spec, fence.world_size)
-        end = spec.stop
+    _check_layout(fence.layout, fence.world_size)
+    _check_layout(fence.frozen_shards, fence.world_size)
     if fence.parent is not None and fence.parent >= fence.incarnation:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
@@ -325,6 +323,19 @@ def _check(fence: Fence) -> None:
     known = {spec.tensor for spec in fence.layout.parameters}
     if [name for name in fence.names.values() if name not in known and "/" not in name]:
         raise ValueError("the model's names lead to parameters that the layout lacks")
+
+
+def _check_layout(layout: Layout, world_size: int) -> None:
+    end = 0
+    for spec in layout.parameters:
+        if spec.offset != end or spec.dtype not in ITEM_BYTES:
+            raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
+        if len(spec.shape) != len(spec.strides) or not all(
+            map(_is_size, spec.shape + spec.strides)
+        ):
+            raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
+        _check_part(spec, world_size)
+        end = spec.stop
 
 
 def _check_part(spec: ParameterSpec, world_size: int) -> None:

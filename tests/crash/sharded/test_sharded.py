@@ -1,0 +1,128 @@
+"""Sharded trainings: whatever kills them, the bits of an uninterrupted run come back, on any mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.recovery.compare import has_same_bits
+from tests.crash.sharded import training
+from tests.processes import Script
+
+UNTIL, DIES_AT = 9, 6
+_SLOW = pytest.mark.slow
+_WORLDS = {"even": 2, "uneven": 2, "tp": 2, "hsdp": 4, "fsdp+tp": 4}
+
+
+def life(folder: Path, number: int, kind: str, *words: object, world_size: int = 0) -> list[Script]:
+    """Start all ranks of one life of a run; the words of the last rank may end it."""
+    size = world_size or _WORLDS[kind]
+    folder.mkdir(exist_ok=True)
+    return [
+        Script(
+            training.main, rank, size, number, folder, kind, *words, output=folder / f"out.{rank}"
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(ranks: list[Script]) -> None:
+    """Wait until all ranks have trained to the end."""
+    assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].printed()[-4000:]
+
+
+def lines(folder: Path, rank: int) -> list[list[Any]]:
+    """What a rank has reported, over all its lives."""
+    return [json.loads(line) for line in (folder / f"report.{rank}").read_text().splitlines()]
+
+
+def steps(folder: Path, rank: int) -> dict[int, list[Any]]:
+    """Loss and digest of each step, as the last life that made it left it."""
+    return {line[0]: line[1:] for line in lines(folder, rank) if line[0] != "resumed"}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "features"),
+    [
+        ("uneven", "loop", "evaluated,ema"),
+        ("hsdp", "fused", ""),
+        pytest.param("tp", "foreach", "", marks=_SLOW),
+        pytest.param("fsdp+tp", "loop", "", marks=_SLOW),
+        *(
+            pytest.param(kind, optimizer, "", marks=_SLOW)
+            for kind in _WORLDS
+            for optimizer in training.OPTIMIZERS
+        ),
+        *(
+            pytest.param("even", "fused", feature, marks=_SLOW)
+            for feature in ("accumulated", "half", "checkpointed", "compiled", "frozen")
+        ),
+        pytest.param("hsdp", "loop", "accumulated,half,frozen,ema", marks=_SLOW),
+    ],
+)
+def test_a_killed_rank_costs_no_committed_step(
+    tmp_path: Path, kind: str, optimizer: str, features: str
+) -> None:
+    words = kind, optimizer, UNTIL, "--features", features
+    calm, torn = tmp_path / "calm", tmp_path / "torn"
+    ended(life(calm, 0, *words))
+    ranks = life(torn, 0, *words, "--die-at", DIES_AT)
+    for rank in ranks:
+        rank.wait()
+    ended(life(torn, 1, *words))
+    for rank in range(len(ranks)):
+        begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
+        assert begun == [0, DIES_AT]
+        assert steps(torn, rank) == steps(calm, rank)
+
+
+def recovered(folder: Path) -> dict[str, Any]:
+    """The newest state on this one machine, as `training.whole` has it."""
+    state = lowdiff.recover(folder / "run", staging=folder / "staging")
+    kept = state.optimizer_state_dict()["state"]
+    return {"model": state.model_state_dict(), "state": [kept[i] for i in sorted(kept)]}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["model"].keys() == expected["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert has_same_bits(found["model"][name], tensor), name
+    for mine, theirs in zip(found["state"], expected["state"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert has_same_bits(mine[key].float(), value.float()), key
+
+
+@pytest.mark.launch
+def test_a_run_goes_on_on_any_mesh(tmp_path: Path) -> None:
+    until = 0
+    for number, (kind, size) in enumerate(
+        [("uneven", 2), ("uneven", 4), ("uneven", 1), ("uneven", 3)]
+    ):
+        until += 2
+        ended(life(tmp_path, number, kind, "fused", until, world_size=size))
+        assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
+        assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
+    lives = [("even", 2), ("hsdp", 4), ("ddp", 2), ("fsdp+tp", 4), ("single", 1), ("tp", 2)]
+    for number, (kind, size) in enumerate(lives):
+        until = 2 * (number + 1)
+        ended(life(tmp_path, number, kind, "loop", until, world_size=size))
+        assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
+        assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.launch
+def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
+    ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
+    assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))

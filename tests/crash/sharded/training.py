@@ -1,0 +1,212 @@
+"""One rank of a training whose parameters are sharded; it may kill itself.
+
+Every step leaves a line: its number, the loss, and a digest of what this rank trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import lowdiff
+from lowdiff.model.sharding import is_sharded, local_of
+
+_IN, _OUT, _ROWS = 8, 3, 4
+#: Layers of 13 are divided unevenly over 2 ranks, those of 3 leave a fourth rank without any.
+_WIDTHS = {"even": 16, "uneven": 13}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
+    """Make the model, sharded as its kind says."""
+    torch.manual_seed(0)
+    width = _WIDTHS["uneven" if kind == "uneven" else "even"]
+    model = nn.Sequential(
+        nn.Linear(_IN, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, _OUT)
+    )
+    if "frozen" in features:
+        model[2].weight.requires_grad_(False)
+    if kind == "single":
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    options: dict[str, Any] = {}
+    if "half" in features:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("copy", "shard"))
+    if kind in ("tp", "fsdp+tp"):
+        both = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
+        last = ColwiseParallel(output_layouts=Replicate())
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": last}
+        parallelize_module(model, both["tp"], plan)
+        mesh = both["shard"]
+    if "checkpointed" in features:
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+    if kind != "tp":
+        for part in model:
+            if isinstance(part, nn.Linear) or hasattr(part, "_checkpoint_wrapped_module"):
+                fully_shard(part, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+    if "compiled" in features:
+        model[2].compile(backend="eager")
+    return model
+
+
+def batch(kind: str, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Data of a step; ranks that train one replica of the model together have the same."""
+    replica = {"tp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + replica)
+    return torch.randn(_ROWS, _IN, generator=generator)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of what this rank trains: local parameters, and all that the optimizer keeps."""
+    found = hashlib.sha256()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kept = optimizer.state.get(parameter, {}).values()
+            for tensor in (parameter, *(v for v in kept if isinstance(v, torch.Tensor))):
+                found.update(local_of(tensor).detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every rank."""
+    whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole.detach().clone()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state, on every rank."""
+    parts = model.state_dict()
+    state = [
+        {k: gathered(v) if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+        for group in optimizer.param_groups
+        for own in (optimizer.state[p] for p in group["params"])
+    ]
+    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+    return {
+        "model": {name.removeprefix(prefix): gathered(v) for name, v in parts.items()},
+        "state": state,
+    }
+
+
+class Ema:
+    """A moving average by hand, of what this rank trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.values = [local_of(p).detach().clone() for p in self._parameters]
+
+    def update(self) -> None:
+        """Take in the parameters."""
+        for value, parameter in zip(self.values, self._parameters, strict=True):
+            value.lerp_(local_of(parameter).detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        for value, known in zip(self.values, state["values"], strict=True):
+            value.copy_(known)
+
+
+def backward(model: nn.Module, kind: str, step: int, rank: int, features: frozenset[str]) -> float:
+    """Run the step's backward passes; the last loss."""
+    micros = 3 if "accumulated" in features else 1
+    for micro in range(micros):
+        if micros > 1:
+            model.set_requires_gradient_sync(micro == micros - 1)  # type: ignore[operator]
+        loss: torch.Tensor = model(batch(kind, step, micro, rank)).float().square().mean()
+        loss.backward()
+    return loss.item()
+
+
+def main(*words: str) -> None:
+    """Train to the last step, or to the end of this rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rank", type=int)
+    parser.add_argument("world_size", type=int)
+    parser.add_argument("life", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind")
+    parser.add_argument("optimizer", choices=OPTIMIZERS)
+    parser.add_argument("until", type=int)
+    parser.add_argument("--features", default="")
+    parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--snapshot-every", type=int, default=4)
+    args = parser.parse_args(words)
+    features = frozenset(filter(None, args.features.split(",")))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(args.folder / f"store-{args.life}"), args.world_size)
+    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world_size)
+    model = build(args.kind, args.world_size, features)
+    optimizer = OPTIMIZERS[args.optimizer]([p for p in model.parameters() if p.requires_grad])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    objects: dict[str, Any] = {"scheduler": scheduler}
+    if "ema" in features:
+        objects["ema"] = Ema(model)
+    checkpointer = lowdiff.Checkpointer(
+        args.folder / "run",
+        strategy="replica",
+        snapshot_every=args.snapshot_every,
+        staging=args.folder / "staging",
+    )
+    report = (args.folder / f"report.{args.rank}").open("a", buffering=1)
+    report.write(json.dumps(["resumed", checkpointer.attach(model, optimizer, **objects)]) + "\n")
+    for step in checkpointer.steps(args.until):
+        optimizer.zero_grad()
+        loss = backward(model, args.kind, step, args.rank, features)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if step == args.die_at and args.rank == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        scheduler.step()
+        if "ema" in features:
+            objects["ema"].update()
+        if "evaluated" in features:
+            with torch.no_grad():
+                model(batch(args.kind, step, 7, args.rank))
+        report.write(json.dumps([step, loss, digest(model, optimizer)]) + "\n")
+    state = whole(model, optimizer)
+    if args.rank == 0:
+        torch.save(state, args.folder / "whole.pt")
+    checkpointer.close()
+    dist.barrier()
+    sys.stdout.flush()
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+    os._exit(0)
