@@ -260,7 +260,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Result:
     share_bytes = sum(rank["share_bytes"] for rank in sent[f"gemini-{COPIES}"][0])
 
     def over_copy(key: str) -> float:
-        return statistics.median(loss["seconds"] / statistics.median(loss[key]) for loss in losses)
+        ratios = [loss["seconds"] / statistics.median(loss[key]) for loss in losses]
+        return float(statistics.median(ratios))
 
     config = life.SMOKE_MODEL if args.smoke else life.MODEL
     return Result(

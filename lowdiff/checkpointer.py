@@ -328,7 +328,7 @@ class Checkpointer:
         self._opened, self._detached = opened, None
         _attached[self._key] = self
         try:
-            self.hook_state.open(self._session.recorder.reducer, attached.parameters)
+            self.hook_state.open(self._session.recorder.reducer, [*attached.parameters.values()])
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)

@@ -6,7 +6,7 @@ weight is therefore one contiguous range here as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -97,19 +97,35 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return flat(tensor).view(torch.uint8).numpy().data
 
 
-def laid_out(specs: Iterable[ParameterSpec], tensors: Sequence[torch.Tensor]) -> Layout:
-    """Lay out trainable parameters one after the other.
+def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:
+    """Describe a parameter that is no shard; it lies at offset 0."""
+    return ParameterSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        dtype=dtype_name(tensor.dtype),
+        offset=0,
+    )
+
+
+def layout_of(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Layout:
+    """Lay out trainable parameters one after the other; see `laid_out`."""
+    return laid_out((spec_of(name, tensor), tensor) for name, tensor in named_parameters)
+
+
+def laid_out(parts: Iterable[tuple[ParameterSpec, torch.Tensor]]) -> Layout:
+    """Lay out parts of trainable parameters one after the other.
 
     Args:
-        specs: Of each; their offsets do not count.
-        tensors: What this rank holds of each.
+        parts: What this rank trains, described; offsets do not count.
 
     Raises:
         UnsupportedModel: For sparse, complex or overlapping parameters.
     """
+    held = list(parts)
     found: list[ParameterSpec] = []
     offset = 0
-    for spec, tensor in zip(specs, tensors, strict=True):
+    for spec, tensor in held:
         _refuse_unsupported(spec.tensor, tensor)
         found.append(replace(spec, offset=offset))
         offset += spec.numel
@@ -118,7 +134,7 @@ def laid_out(specs: Iterable[ParameterSpec], tensors: Sequence[torch.Tensor]) ->
             "the model has no trainable parameter that an attached optimizer owns; attach the "
             "model after building its optimizer, with requires_grad set"
         )
-    refuse_shared_memory({spec.name: t for spec, t in zip(found, tensors, strict=True)})
+    refuse_shared_memory({spec.name: tensor for spec, tensor in held})
     return Layout(tuple(found))
 
 

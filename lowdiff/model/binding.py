@@ -16,7 +16,7 @@ from lowdiff.core.layout import dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.ranks import Ranks
-from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, spec_of, told
+from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, part_of, told
 from lowdiff.recovery.images import holds
 from lowdiff.recovery.replay.optimizers import class_name, granularity, refuse_foreign_state
 from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
@@ -212,14 +212,13 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"parameters lie on {', '.join(devices)}; lowdiff copies from one device: move them to "
             "one, or train the parts in processes of their own"
         )
-    specs_of = [spec_of(name, parameter) for name, parameter in trained.items()]
-    layout = laid_out(specs_of, [local_of(parameter) for parameter in trained.values()])
+    layout = laid_out((part_of(name, p), local_of(p)) for name, p in trained.items())
     sharded = {
         name: parameter
         for name, parameter in named.items()
         if name not in trained and is_sharded(parameter)
     }
-    frozen_specs = (spec_of(name, parameter) for name, parameter in sharded.items())
+    frozen_specs = (part_of(name, parameter) for name, parameter in sharded.items())
     source_of = {id(p): n if n in trained else FROZEN_ITEM + n for n, p in named.items()}
     _refuse_unstorable(module)
     _refuse_sparse(module)

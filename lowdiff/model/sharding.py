@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import dtype_name
+from lowdiff.core.layout import spec_of
 from lowdiff.errors import UnsupportedModel
 from lowdiff.types import Layout, ParameterSpec
 
@@ -47,20 +47,13 @@ def sharded_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def spec_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
+def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
     """Describe what this rank trains of a parameter; it lies at offset 0.
 
     Raises:
         UnsupportedModel: If it is not divided into ranges of its dimensions.
     """
-    local = local_of(parameter)
-    spec = ParameterSpec(
-        name=name,
-        shape=tuple(local.shape),
-        strides=tuple(local.stride()),
-        dtype=dtype_name(local.dtype),
-        offset=0,
-    )
+    spec = spec_of(name, local_of(parameter))
     if not is_sharded(parameter):
         return spec
     placements = parameter.placements  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -49,13 +49,13 @@ class HookState:
     def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
         return partial(HookState, is_copy=True), ()
 
-    def open(self, reducer: Reducer, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Start to reduce for these parameters, by layout index."""
+    def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
         self._average = None
         self._why_closed = _OUTSIDE
         self._exchanged.clear()
-        self._index_of = {id(parameter): i for i, parameter in parameters.items()}
+        self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def close(self, reducer: Reducer) -> None:
         """Stop, unless another has taken this reducer's place: a hook call after this is an error."""

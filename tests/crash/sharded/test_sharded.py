@@ -73,8 +73,8 @@ def test_a_killed_rank_costs_no_committed_step(
     calm, torn = tmp_path / "calm", tmp_path / "torn"
     ended(life(calm, 0, *words))
     ranks = life(torn, 0, *words, "--die-at", DIES_AT)
-    for rank in ranks:
-        rank.wait()
+    for killed in ranks:
+        killed.wait()
     ended(life(torn, 1, *words))
     for rank in range(len(ranks)):
         begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
