@@ -268,13 +268,14 @@ class Checkpointer:
     ) -> int:
         """Take charge of a model and its optimizers; restore them if the run has history.
 
-        Call it on every rank, after wrapping the model in DDP and building optimizer and
-        scheduler, before the first backward pass. Registers DDP's communication hook and hooks
+        Call it on every rank, after wrapping the model in DDP or sharding it, and building optimizer
+        and scheduler, before the first backward pass. Registers DDP's communication hook and hooks
         around ``optimizer.step``. On return the base of the run is durable, and in the store if
         there is one and it answers.
 
         Args:
-            model: The model, in ``DistributedDataParallel`` if there are several processes.
+            model: The model; if there are several processes, in ``DistributedDataParallel``, or with
+                parameters that are sharded over all of them (docs/sharded.md).
             optimizer: The optimizer, or all of them.
             restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0;
                 ``"none"`` starts afresh and leaves the history behind.
