@@ -23,9 +23,9 @@ import json
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,9 @@ _ARMS = ("log", "replica", "gemini")
 _PATIENCE_SECONDS = 600.0
 _LOOK_SECONDS = 0.01
 _PIECE_BYTES = 1 << 20
+_COPIES_TIMED = 3
+#: Steps with a log that are timed together.
+_BLOCK = 3
 
 
 class Nodes:
@@ -151,13 +154,15 @@ def lose_nodes(nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:
             assert own["step"] >= min(rank["replicated_step"] for rank in before)
             for old, new in zip(before, figures, strict=True):
                 assert old["made"][step] == new["checksum"], f"other bits at step {step}"
-            sizes = [size for r in own["retrievals"] for size in r["sizes"]]
-            seconds = sum(r["seconds"] for r in own["retrievals"])
+            sizes = [[s for r in rank["retrievals"] for s in r["sizes"]] for rank in figures]
+            mine = sizes[(number - 1) % NODES]
             found.append(
                 {
-                    "seconds": seconds,
-                    "bytes": sum(sizes),
-                    "copy_seconds": [loopback_seconds(sizes) for _ in range(3)],
+                    "seconds": sum(r["seconds"] for r in own["retrievals"]),
+                    "bytes": sum(mine),
+                    "bytes_of_all": sum(map(sum, sizes)),
+                    "copy_seconds": [loopback_seconds(sizes) for _ in range(_COPIES_TIMED)],
+                    "copy_seconds_of_one": [loopback_seconds([mine]) for _ in range(_COPIES_TIMED)],
                     "attach_seconds": own["attach_seconds"],
                 }
             )
@@ -167,35 +172,53 @@ def lose_nodes(nodes: Nodes, args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def loopback_seconds(sizes: Sequence[int]) -> float:
-    """Time a plain copy of files through a TCP connection of the loopback, from memory to files."""
+def loopback_seconds(sizes: Sequence[Sequence[int]]) -> float:
+    """Time plain copies of files through TCP connections of the loopback, from memory to files.
+
+    Args:
+        sizes: Of the files of each connection; all of them copy at the same time.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="lowdiff-", dir="/dev/shm") as source,
         tempfile.TemporaryDirectory(prefix="lowdiff-") as target,
         socket.create_server(("127.0.0.1", 0)) as server,
+        ThreadPoolExecutor(2 * len(sizes)) as pool,
     ):
-        for number, size in enumerate(sizes):
-            (Path(source) / str(number)).write_bytes(bytes(size))
+        names = [[f"{line}-{i}" for i in range(len(own))] for line, own in enumerate(sizes)]
+        for own_names, own in zip(names, sizes, strict=True):
+            for name, size in zip(own_names, own, strict=True):
+                (Path(source) / name).write_bytes(bytes(size))
+        ends = []
+        for _ in sizes:
+            client = socket.create_connection(server.getsockname())
+            ends.append((client, server.accept()[0]))
 
-        def send() -> None:
-            with socket.create_connection(server.getsockname()) as line:
-                for number in range(len(sizes)):
-                    with (Path(source) / str(number)).open("rb") as file:
+        def send(line: socket.socket, own: Sequence[str]) -> None:
+            with line:
+                for name in own:
+                    with (Path(source) / name).open("rb") as file:
                         line.sendfile(file)
 
-        sender = threading.Thread(target=send)
+        def receive(line: socket.socket, own: Sequence[str], lengths: Sequence[int]) -> None:
+            with line:
+                for name, left in zip(own, lengths, strict=True):
+                    with (Path(target) / name).open("wb") as file:
+                        while left:
+                            piece = line.recv(min(left, _PIECE_BYTES))
+                            assert piece
+                            left -= file.write(piece)
+
         began = time.perf_counter()
-        sender.start()
-        line, _ = server.accept()
-        with line:
-            for number, size in enumerate(sizes):
-                left = size
-                with (Path(target) / str(number)).open("wb") as file:
-                    while left:
-                        piece = line.recv(min(left, _PIECE_BYTES))
-                        assert piece
-                        left -= file.write(piece)
-        sender.join()
+        under_way = [
+            task
+            for (client, accepted), own, lengths in zip(ends, names, sizes, strict=True)
+            for task in (
+                pool.submit(send, client, own),
+                pool.submit(receive, accepted, own, lengths),
+            )
+        ]
+        for task in under_way:
+            task.result()
         return time.perf_counter() - began
 
 
@@ -207,7 +230,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Result:
         sent = count_traffic(make(NODES), args)
         pair = make(2)
         compared = {
-            "log": pair.run("compared-log", life.compared, "log", args.pairs, 1)[0],
+            "log": pair.run("compared-log", life.compared, "log", args.pairs, _BLOCK)[0],
             "replica": pair.run(
                 "compared-replica", life.compared, "replica", max(2, args.pairs // 5), 2
             )[0],
@@ -235,7 +258,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Result:
         for arm, found in compared.items()
     }
     share_bytes = sum(rank["share_bytes"] for rank in sent[f"gemini-{COPIES}"][0])
-    ratios = [loss["seconds"] / statistics.median(loss["copy_seconds"]) for loss in losses]
+
+    def over_copy(key: str) -> float:
+        return statistics.median(loss["seconds"] / statistics.median(loss[key]) for loss in losses)
+
     config = life.SMOKE_MODEL if args.smoke else life.MODEL
     return Result(
         name="peer_memory",
@@ -260,7 +286,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Result:
             "overhead_replica": cost["replica"].median,
             "overhead_replica_upper95": cost["replica"].upper95,
             "overheads": {arm: asdict(value) for arm, value in cost.items()},
-            "retrieval_over_copy": statistics.median(ratios),
+            "retrieval_over_copy": over_copy("copy_seconds"),
+            "retrieval_over_copy_of_one": over_copy("copy_seconds_of_one"),
             "retrieval_bytes": statistics.median(loss["bytes"] for loss in losses),
             "retrieval_seconds": statistics.median(loss["seconds"] for loss in losses),
             "bit_identical": True,  # asserted above
@@ -302,8 +329,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted")
-    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps with a log")
-    parser.add_argument("--losses", type=int, default=2, help="nodes that are lost")
+    parser.add_argument("--pairs", type=int, default=50, help="pairs of blocks of steps with a log")
+    parser.add_argument("--losses", type=int, default=3, help="nodes that are lost")
     args = parser.parse_args(argv)
     if args.smoke:
         args.steps, args.pairs, args.losses = 4, 4, 1

@@ -288,12 +288,12 @@ def attached(number: str, steps: str, *words: str) -> None:
     place = Place.joined(name, *words)
     share, retrievals = Ranks.share_files, []
 
-    def timed(ranks: Ranks, mine: Mapping[str, Path], imported: Path) -> None:
+    def timed(ranks: Ranks, mine: Mapping[str, Path], imported: Path, *, durable: bool) -> None:
         ranks.meet(60.0)
         began = time.perf_counter()
-        share(ranks, mine, imported)
+        share(ranks, mine, imported, durable=durable)
         seconds = time.perf_counter() - began
-        if not imported.is_relative_to(place.disk):  # what was staged, and is needed only now
+        if not durable:  # what was staged, and is needed only now
             files = [path for path in imported.rglob("*") if path.is_file()]
             sizes = [path.stat().st_size for path in files]
             retrievals.append({"seconds": seconds, "sizes": sizes})

@@ -208,7 +208,7 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     with ranks.together():
         fences = sorted(visible_files(settings.run, ("incarnations",)))
     # First, because they say which memory is of the run's own lives.
-    ranks.share_files({name: settings.run / name for name in fences}, settings.run)
+    ranks.share_files({name: settings.run / name for name in fences}, settings.run, durable=True)
     with ranks.together():
         # What came before all fences did may be of other lives.
         shutil.rmtree(imported / run_id, ignore_errors=True)
@@ -217,14 +217,14 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     needed = [*_needed_guests(ranks, stages), *_needed_copies(ranks, stages, copies)]
     own = (path for s in stages for path in [*(chunk for _, chunk in s.chunks()), *sound_files(s)])
     chunks = {f"{path.parent.name}/{path.name}": path for path in (*own, *needed) if path.exists()}
-    ranks.share_files(chunks, imported / run_id)
+    ranks.share_files(chunks, imported / run_id, durable=False)
     with ranks.together():
         for stage in StagingFolder.with_copies_of_run(imported, run_id):
             note_kernel(stage)  # what is torn was not sent
         visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         files = {name: settings.run / name for name in visible if fnmatch(name, f"*/{pattern}")}
-        ranks.share_files(files, settings.run)
+        ranks.share_files(files, settings.run, durable=True)
 
 
 def _needed_guests(ranks: Ranks, stages: Sequence[StagingFolder]) -> list[Path]:

@@ -20,14 +20,16 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import leave, own_group, timeout_of
 from lowdiff.core.layout import dtype_name
-from lowdiff.errors import ConfigError, LowDiffError
-from lowdiff.persistence.files.durable import make_directory, write_file
+from lowdiff.errors import ConfigError, LowDiffError, StorageError
+from lowdiff.persistence.files.durable import make_directory, replaced
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.protocols import Compressor
 from lowdiff.types import Layout
 
 #: Of a tensor that are sent at once; and how many such pieces, most of them small tensors.
 _PIECE_BYTES, _PIECES_UNDER_WAY = 64 << 20, 16
+#: The same for files, whose pieces are written while the next are under way.
+_FILE_PIECE_BYTES, _FILE_PIECES_UNDER_WAY = 4 << 20, 4
 
 
 class Ranks:
@@ -111,7 +113,7 @@ class Ranks:
                     f"rank {rank} failed: {text}. Mend that, and start all ranks again"
                 )
 
-    def share_files(self, mine: Mapping[str, Path], imported: Path) -> None:
+    def share_files(self, mine: Mapping[str, Path], imported: Path, *, durable: bool) -> None:
         """Bring files that only other ranks can see into a folder of this rank's own.
 
         Equal names are the same file, of which the longest version counts: a copy of what a killed
@@ -120,35 +122,60 @@ class Ranks:
         Args:
             mine: Name -> path of the files that this rank sees.
             imported: Where missing ones are written, under their names.
+            durable: Whether they are to outlive a power failure.
         """
         with self.together():
             sizes = {name: _size(path) for name, path in mine.items()}
         tables: list[dict[str, int]] = self.gather(sizes)
+        #: Told at the end: until then other ranks count on the pieces.
+        trouble: list[Exception] = []
         for name in sorted(set().union(*tables)):
             found = [table.get(name, -1) for table in tables]
             longest = max(found)
             if all(size == longest for size in found):
                 continue
             owner = found.index(longest)
-            with self.together():
-                content = mine[name].read_bytes() if self.rank == owner else b""
-            data = self._broadcast(content, owner)
+            pieces = self._pieces(mine.get(name), longest, owner, trouble)
             target = imported / name
-            with self.together():
+            try:
                 # On a shared folder it may have appeared, or grown, since this rank looked.
-                if found[self.rank] < longest and _size(target) < len(data):
+                if found[self.rank] < longest and _size(target) < longest:
                     make_directory(target.parent)
-                    write_file(target, data)
+                    with replaced(target, durable=durable) as file:
+                        for piece in pieces:
+                            file.write(piece.numpy())
+            except (OSError, LowDiffError) as error:
+                trouble.append(error)
+            for _ in pieces:  # what is not wanted here, or could not be written
+                continue
+        with self.together():
+            for error in trouble:
+                raise error
 
-    def _broadcast(self, content: bytes, owner: int) -> bytes:
-        size = torch.tensor([len(content)], device="cpu")
-        self._send(size, owner).wait()
-        buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        if self.rank == owner and content:
-            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        if len(buffer):
-            self._send(buffer, owner).wait()
-        return buffer.numpy().tobytes()
+    def _pieces(
+        self, path: Path | None, size: int, owner: int, trouble: list[Exception]
+    ) -> Iterator[torch.Tensor]:
+        """Send a file from its owner; yields its pieces on every rank, and all of them whatever happens."""
+        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+        def arrived() -> torch.Tensor:
+            work, piece = under_way.popleft()
+            work.wait()
+            return piece
+
+        for start in range(0, size, _FILE_PIECE_BYTES):
+            length = min(_FILE_PIECE_BYTES, size - start)
+            piece = torch.empty(length, dtype=torch.uint8, device="cpu")
+            if self.rank == owner and path is not None:
+                try:
+                    _read(path, start, piece)
+                except (OSError, StorageError) as error:
+                    trouble.append(error)
+            under_way.append((self._send(piece, owner), piece))
+            if len(under_way) == _FILE_PIECES_UNDER_WAY:
+                yield arrived()
+        while under_way:
+            yield arrived()
 
     def spread(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bring tensors that only other ranks have, each from the first rank that has it.
@@ -195,6 +222,18 @@ class Ranks:
         """Leave the group."""
         leave(self.group)
         self.group = None
+
+
+def _read(path: Path, start: int, piece: torch.Tensor) -> None:
+    """Fill a tensor with the bytes of a file from an offset.
+
+    Raises:
+        StorageError: If the file is shorter.
+    """
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        if file.readinto(piece.numpy()) != len(piece):
+            raise StorageError(f"{path} became shorter while it was sent to other ranks")
 
 
 def _size(path: Path) -> int:

@@ -58,8 +58,10 @@ def remove_folder(path: Path) -> None:
 
 
 @contextmanager
-def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file that then replaces ``path`` atomically and durably.
+def replaced(
+    path: Path, *, exclusive: bool = False, durable: bool = True
+) -> Iterator[IO[bytes]]:
+    """Open a temporary file that then replaces ``path`` atomically and, unless told otherwise, durably.
 
     Raises:
         FileExistsError: If ``exclusive`` is set and ``path`` exists.
@@ -71,7 +73,8 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
         with partial.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         if exclusive:
             _link(partial, path)
             os.remove(partial)
@@ -80,7 +83,8 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    fsync_directory(path.parent)
+    if durable:
+        fsync_directory(path.parent)
 
 
 def _link(partial: Path, path: Path) -> None:

@@ -89,7 +89,7 @@ def share(rank: int, world_size: int, folder: str) -> str:
     own = Path(folder) / f"rank-{rank}"
     visible = {"x/data": own / "x/data"} if rank == 0 else {}
     try:
-        Ranks(dist.group.WORLD).share_files(visible, own)
+        Ranks(dist.group.WORLD).share_files(visible, own, durable=True)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "shared"
