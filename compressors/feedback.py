@@ -146,6 +146,18 @@ class RotatingResidual:
         """Return where the current residual survives the process; None if it does not survive."""
         return None
 
+    def read(self, mark: ResidualMark, target: memoryview) -> bool:
+        """Copy the residual that a mark names; for any thread.
+
+        Args:
+            mark: See `mark`.
+            target: As many bytes as a slot has where residuals survive the process.
+
+        Returns:
+            Whether it was still there.
+        """
+        return False
+
     def _reuse(self, slot: int) -> None:
         """Prepare a slot whose content is about to be overwritten; for subclasses."""
 
