@@ -36,7 +36,10 @@ def residuals_of(layout: Layout) -> Layout:
 
 
 class RotatingResidual:
-    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot."""
+    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot.
+
+    Large because subclasses place the slots, and everything else about them is here.
+    """
 
     def __init__(
         self,

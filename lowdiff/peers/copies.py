@@ -172,9 +172,12 @@ class Ward:
     def hold(self, step: int, sections: Sequence[Section]) -> None:
         """Keep a copy of what else the rank stores of a step, until it tells the rest."""
         ahead, self._ahead = self._ahead, []
-        if self._log is None or self._is_broken:
+        if self._log is None:
             return
         with self._changed:
+            # Steps after an image count once the items of its own step are here, which may come later.
+            if self._is_broken and self._image is None:
+                return
             self._waiting.append((step, [*ahead, *_copied(sections)]))
             is_late = len(self._waiting) > _MOST_WAITING
             self._changed.notify()
@@ -478,6 +481,8 @@ def _copied(sections: Sequence[Section]) -> list[Section]:
 
 class Copies:
     """The copies that one rank keeps and has kept.
+
+    Large because a step, a snapshot and their news pass here on their way to all of them.
 
     Args:
         group: Carries what ranks send.

@@ -1,4 +1,4 @@
-"""When copies are sent: in the spans of a step in which training leaves the network idle."""
+"""When residuals are sent: in the spans of a step in which training leaves the network idle."""
 
 from __future__ import annotations
 
