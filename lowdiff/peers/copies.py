@@ -63,6 +63,8 @@ _PATIENCE_SECONDS = 120.0
 #: How long a snapshot waits for the replica of another rank's copy.
 _STALL_SECONDS = 2.0
 _LOOK_SECONDS = 0.002
+#: How long a rank that closes waits for what others still send: where all is well, and after a failure.
+_CLOSE_SECONDS, _FAILED_SECONDS = 5.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,9 +514,12 @@ class Copies:
         self._outgoing = outgoing
         self._sender = Sender(group, keepers, outgoing)
         self._receivers = [Receiver(group, ward.rank) for ward in wards]
+        self._threads = []
         for ward, receiver in zip(wards, self._receivers, strict=True):
             name = f"lowdiff-keeps-{ward.rank}"
-            threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True).start()
+            thread = threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     @property
     def held_step(self) -> int:
@@ -623,6 +628,12 @@ class Copies:
             removes: Whether all that was kept is in the run folder of all ranks.
         """
         self._sender.close()
+        if self._outgoing is not None:
+            # Else a rank that sends a part when this one closes would wait in Gloo for nobody. All ranks
+            # close where all went well; elsewhere some may have ended.
+            deadline = time.monotonic() + (_CLOSE_SECONDS if removes else _FAILED_SECONDS)
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
         for receiver in self._receivers:
             receiver.close()
         for ward in self._wards:

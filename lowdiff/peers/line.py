@@ -24,6 +24,8 @@ from lowdiff.types import ResidualMark
 _CHUNK_BYTES = 16 << 20
 #: Length of the message that ends a line.
 _END = -1
+#: Of Gloo: a rank ended, or the group is gone.
+_ENDED = (RuntimeError, ValueError)
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.002
 #: A part waits for a span, and for one that lasts so long that training must be pausing.
@@ -109,7 +111,7 @@ class Sender:
                 elif (part := task.next_part()) is not None:
                     self._send_part(part, task)
             self._put(_tensor(Head(_END, 0)), self._targets)
-        except RuntimeError as error:  # a target ended; the training's own exchange will say so
+        except _ENDED as error:  # a target ended; the training's own exchange will say so
             self.error = str(error)
 
     def _next(self) -> bytes | Outgoing | None:
@@ -188,7 +190,7 @@ class Receiver:
                     return None
                 time.sleep(_LOOK_SECONDS)
             work.wait()
-        except RuntimeError as error:
+        except _ENDED as error:
             raise RankLost(error) from error
         head = Head(*map(int, numbers))
         return None if head.length == _END else head
@@ -220,7 +222,7 @@ class Receiver:
             work = dist.irecv(target, self._source, group=self._group)
             assert work is not None
             work.wait()
-        except RuntimeError as error:
+        except _ENDED as error:
             raise RankLost(error) from error
 
 
