@@ -29,7 +29,9 @@ _PARTS, _BUFFER_BYTES = 2, 32 << 20
 #: Share of an idle span that parts take.
 _SAFETY = 0.8
 #: Steps that may be made while a note waits for its residual.
-_MOST_STEPS_BEHIND = 2
+_MOST_STEPS_BEHIND = 4
+#: A part up to this size is sent in any span while none is known: it would hardly last into an exchange.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Plan:
         for chunk in scheduled((idle * (num_steps + 1))[now_span:] if placed else ()):
             if chunk.copy != keeper:
                 offset, keeper, checksum = 0, chunk.copy, 0
-            position = None
+            position = (0, 0) if chunk.bytes <= _SMALL_BYTES else None
             if placed:
                 later, span = divmod(now_span + chunk.span, len(idle))
                 position = now_step + later, span

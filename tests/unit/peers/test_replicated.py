@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ from tests.unit.peers.test_copies import Said, Training
 COMPRESSORS: list[Compressor] = [TopK(0.1), PowerSGD(1, dense_below=8)]
 
 
+def is_held(step: int, stats: dict[str, Any]) -> bool:
+    return bool(stats["held_step"] >= step)
+
+
 def owed(training: Training) -> dict[str, torch.Tensor]:
     return {n: values for n, values in owed_by(training.checkpointer).items() if values.any()}
 
@@ -42,7 +47,7 @@ def lived(
     found = {began: owed(training)}
     for step in range(began, until):
         training.train(step)
-        wait_until(training.checkpointer, lambda stats, s=step: stats["held_step"] > s)
+        wait_until(training.checkpointer, partial(is_held, step + 1))
         found[step + 1] = owed(training)
     state = [p.detach().clone() for p in training.ddp.parameters()]
     dist.barrier()  # the other one has what this one sent

@@ -181,6 +181,11 @@ def test_before_spans_are_known_parts_of_sixteen_mib_go_after_a_commit() -> None
     assert {part.position for part in found} == {None}
 
 
+def test_a_small_part_may_go_in_any_span_before_they_are_known() -> None:
+    found, _ = cut(Told(), size=1000)
+    assert [part.position for part in found] == [(0, 0)]
+
+
 def test_parts_fill_the_spans_of_one_step_where_they_fit() -> None:
     told = learnt(Told(), 5.0, 0.0, 10.0)
     found, fits = cut(told)
@@ -220,7 +225,7 @@ def test_where_a_step_is_too_short_the_parts_go_on_in_the_steps_after_it_and_tha
 def test_a_step_that_is_never_idle_leaves_residuals_to_pauses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found, _ = cut(learnt(Told(), 0.0, 0.0))
+    found, _ = cut(learnt(Told(), 0.0, 0.0), size=2 << 20)
     assert [part.position for part in found] == [None]
     assert "whenever training pauses" in caplog.text
 
@@ -306,11 +311,15 @@ def test_a_note_waits_for_its_residual_but_not_for_long(tmp_path: Path) -> None:
     assert outgoing.holds_back(2)
     with outgoing.changed:
         outgoing.offer(3, advanced(training.residual, 3.0))
+        outgoing.offer(4, advanced(training.residual, 4.0))
+    assert outgoing.holds_back(1)
+    with outgoing.changed:
+        outgoing.offer(5, advanced(training.residual, 5.0))
     assert not outgoing.holds_back(1)
     training.told.spans.ended()
     training.told.spans.committed()
-    assert training.send() == [1, 3]
-    assert not outgoing.holds_back(3)
+    assert training.send() == [1, 5]
+    assert not outgoing.holds_back(5)
 
 
 def sent(rank: int, world_size: int, folder: str) -> Any:
