@@ -140,9 +140,8 @@ def _marks(
     codec = Codec(max_payload_bytes=max_payload_bytes(catalog.incarnations[number].layout))
     oldest = max(oldest, newest - _MOST_STEPS_BACK)
     for step in range(newest, min(newest, oldest) - 1, -1):
-        if step not in records:
-            return
-        mark = read_differential(records[step], codec).residual
+        # Survivors may have saved a step of which a lost rank's record is nowhere.
+        mark = read_differential(records[step], codec).residual if step in records else None
         if mark is not None:
             yield step, mark
 

@@ -143,7 +143,7 @@ def watched(rank: int, world_size: int, folder: str, residual: str) -> Any:
     training = Training(rank, folder, TopK(0.1), residual=residual)
     exchanges = training.checkpointer.hook_state._exchanges
     training.train(*range(6))
-    training.wait_for(4)
+    wait_until(training.checkpointer, partial(is_held, 6))
     stats = training.checkpointer.stats()
     sizes = [s.residual.exists() for s in StagingFolder.all(Path(folder)) if s.keeper is not None]
     training.checkpointer.close()
