@@ -172,8 +172,8 @@ class WholeState:
         self._sender.close()
 
     def _keep(self, receiver: Receiver) -> None:
-        while receiver.receive() is not None:
-            pass
+        while (head := receiver.head()) is not None:
+            receiver.note(head)
 
 
 def traffic(arm: str, copies: str, steps: str, *words: str) -> None:

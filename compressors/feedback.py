@@ -36,7 +36,10 @@ def residuals_of(layout: Layout) -> Layout:
 
 
 class RotatingResidual:
-    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot."""
+    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot.
+
+    Large because subclasses place the slots, and everything else about them is here.
+    """
 
     def __init__(
         self,
@@ -145,6 +148,18 @@ class RotatingResidual:
     def mark(self) -> ResidualMark | None:
         """Return where the current residual survives the process; None if it does not survive."""
         return None
+
+    def read(self, mark: ResidualMark, target: memoryview) -> bool:
+        """Copy the residual that a mark names; for any thread.
+
+        Args:
+            mark: See `mark`.
+            target: As many bytes as a slot has where residuals survive the process.
+
+        Returns:
+            Whether it was still there.
+        """
+        return False
 
     def _reuse(self, slot: int) -> None:
         """Prepare a slot whose content is about to be overwritten; for subclasses."""

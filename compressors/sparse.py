@@ -40,7 +40,7 @@ class SparseReducer:
     """Reducer without the parts that select and exchange entries; subclasses add those.
 
     Their ``reduce`` calls `StoredEntries.select` for every parameter, and `remember_exchanged` for one
-    that was not exchanged whole.
+    that was not exchanged whole. Large because what is exchanged and what is stored of it are one state.
 
     Attributes:
         stored: What this rank and its peers store of the step.

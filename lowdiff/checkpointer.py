@@ -159,6 +159,10 @@ class Checkpointer:
             takes three times the parameters' bytes of staging memory on each rank. ``"snapshot"``:
             that of the last full snapshot, as after the loss of a node; the recovered state is as
             exact, the continuation is not bit-identical, and staging needs no room for it.
+            ``"replicated"``, with ``copies``: as ``"exact"``, and each step's residual is also sent to
+            the other nodes while the network is idle, so that the same holds after the loss of a node
+            (docs/peers.md); it takes as much memory again for each rank that is kept, and once the
+            parameters' bytes for what is under way.
         on_error: ``"warn"``: storage trouble is a warning, and training goes on; so are ranks whose
             parameters or hyper-parameters differ, and steps at the end of the history that do not
             replay, before which ``attach`` then goes on. ``"raise"``: storage trouble and ranks that
@@ -329,7 +333,10 @@ class Checkpointer:
         self._opened, self._detached = opened, None
         _attached[self._key] = self
         try:
-            self.hook_state.open(self._session.recorder.reducer, [*attached.parameters.values()])
+            exchanges = None if opened.copies is None else opened.copies.spans
+            self.hook_state.open(
+                self._session.recorder.reducer, [*attached.parameters.values()], exchanges
+            )
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)

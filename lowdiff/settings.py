@@ -20,7 +20,7 @@ from lowdiff.types import Retention, whole_number
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
 _CHOICES: dict[str, tuple[int | str, ...]] = {
     "backpressure": ("block", "degrade"),
-    "residual": ("exact", "snapshot"),
+    "residual": ("exact", "snapshot", "replicated"),
     "on_error": ("warn", "raise"),
     "watch": ("live", "recovery"),
     "optimizer_steps": (1, "any"),
@@ -47,7 +47,8 @@ class Settings:
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
             steps are at risk or staging is full.
         residual: Whether error feedback outlives a crash of processes as of its very step, for which
-            it lies in staging, or as of the last full snapshot.
+            it lies in staging, or as of the last full snapshot; or also the loss of a node, for which copies of
+            it lie on other nodes.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
         watch: Whether writes to parameters by something else than the optimizer are looked for at
             every step, or found by recovery.
@@ -114,6 +115,16 @@ class Settings:
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 raise ConfigError(f"{name} is one of {choices}, got {getattr(self, name)!r}")
+        if self.replicates_residual and not self.logs_steps:
+            raise ConfigError(
+                'residual="replicated" is for strategy "log", with a compressor that has error feedback; '
+                f"strategy {self.strategy!r} has no residual to send, so leave it out"
+            )
+        if self.replicates_residual and self.copies == 1:
+            raise ConfigError(
+                'residual="replicated" sends the residual to the nodes that keep copies, and copies=1 keeps '
+                'none; give copies=2, or residual="exact", which survives a crash of processes'
+            )
         if self.has_several_steps and self.logs_steps:
             raise ConfigError(
                 'optimizer_steps="any" is for training without a compressor: error feedback belongs to '
@@ -144,6 +155,11 @@ class Settings:
     def has_several_steps(self) -> bool:
         """Whether a loop body may make several optimizer steps, which are committed together."""
         return self.optimizer_steps == "any"
+
+    @property
+    def replicates_residual(self) -> bool:
+        """Whether error feedback is sent to other nodes."""
+        return self.residual == "replicated"
 
     @property
     def strategy(self) -> str:

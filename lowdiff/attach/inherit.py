@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lowdiff.compressors import from_settings
@@ -20,6 +22,9 @@ from lowdiff.recovery.state import RecoveredState
 from lowdiff.settings import Settings
 from lowdiff.step.residual import read_residual
 from lowdiff.types import Fence, Layout, ResidualMark
+
+#: An older residual is of little use, and each record on the way to it is read whole.
+_MOST_STEPS_BACK = 100
 
 
 def inherit_residual(
@@ -68,7 +73,7 @@ def inherit_residual(
 def _residual_of(
     settings: Settings, catalog: Catalog, state: RecoveredState, rank: int
 ) -> dict[str, torch.Tensor]:
-    """One old rank's residual at the state's step, by name: from staging or its snapshot.
+    """One old rank's residual at the state's step, by name: from staging, a copy on another node, or its snapshot.
 
     After the loss of staging, or where a life kept none there, it is the snapshot's, which is
     older; training then continues from the exact state with a slightly different error feedback,
@@ -82,16 +87,20 @@ def _residual_of(
         # With another number of ranks it began with the mean, the same on each.
         number, holder = life.incarnation, rank % life.world_size
         kept = _kept(catalog.incarnations[number])
-        step, mark = _newest_mark(catalog, number, holder, state) if kept.parameters else (0, None)
-        if mark is None:
+        if not kept.parameters:
             continue
-        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
-        found = read_residual(staging.residual, kept, mark)
-        if found is not None:
+        own = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
+        copies = [c for c in catalog.copies if (c.incarnation, c.rank) == (number, holder)]
+        oldest = state.base_step + 1 if state.residuals[rank] else 0
+        for step, mark in _marks(catalog, number, holder, state.step, oldest):
+            tried = (read_residual(stage.residual, kept, mark) for stage in (own, *copies))
+            found = next((tensors for tensors in tried if tensors is not None), None)
+            if found is None:
+                continue
             if step < state.step:
                 Code.RESIDUAL_OLDER.warn(
-                    "an accelerator's error-feedback residual is copied every few steps; step "
-                    f"{state.step} goes on with that of step {step}: the state is exact, the "
+                    "the newest error-feedback residual that memory holds, here or on another node, is that of "
+                    f"step {step}, and step {state.step} goes on with it: the state is exact, the "
                     "continuation is not bit-identical",
                     rank=rank,
                 )
@@ -112,23 +121,29 @@ def _residual_of(
     return state.residuals[rank]
 
 
-def _newest_mark(
-    catalog: Catalog, number: int, rank: int, state: RecoveredState
-) -> tuple[int, ResidualMark | None]:
-    """The residual that a record of the state's step names, and the step.
+def _marks(
+    catalog: Catalog, number: int, rank: int, newest: int, oldest: int
+) -> Iterator[tuple[int, ResidualMark]]:
+    """Yield the residuals that records of an incarnation name, with their steps, the newest first.
 
-    An accelerator's records do not all name one: then the newest before it that does, unless that
-    is older than the snapshot's.
+    Not all are there: an accelerator's residual is copied every few steps, and another node has that of every few
+    steps where the network does not take more.
+
+    Args:
+        catalog: Of the run.
+        number: The incarnation.
+        rank: Whose records.
+        newest: The step to begin with.
+        oldest: The last one, unless it is after the newest: the snapshot's residual is not older than this.
     """
     records = catalog.of(number, rank)
-    fence = catalog.incarnations[number]
-    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
-    step, oldest = state.step, min(state.step, state.base_step + 1)
-    mark = None
-    while mark is None and step >= oldest and step in records:
-        mark = read_differential(records[step], codec).residual
-        step -= 1
-    return step + 1, mark
+    codec = Codec(max_payload_bytes=max_payload_bytes(catalog.incarnations[number].layout))
+    oldest = max(oldest, newest - _MOST_STEPS_BACK)
+    for step in range(newest, min(newest, oldest) - 1, -1):
+        # Survivors may have saved a step of which a lost rank's record is nowhere.
+        mark = read_differential(records[step], codec).residual if step in records else None
+        if mark is not None:
+            yield step, mark
 
 
 def _kept(fence: Fence) -> Layout:

@@ -110,13 +110,15 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
 
 
 def _with_copies(settings: Settings, need: StagingNeed, num_wards: int) -> StagingNeed:
-    """Add what is kept for ranks on other nodes: of each as much as it stages itself, but its residual."""
+    """Add what is kept for ranks on other nodes: of each what it stages itself; its residual if that is sent."""
     if settings.strategy == "replica":
         kept = (
             need.snapshot_bytes + need.replica_bytes // 2
         )  # the replica's state, and the trainer's image
     else:
         kept = _NUM_COPIED * need.snapshot_bytes
+    if settings.replicates_residual:
+        kept += need.residual_bytes
     return replace(
         need,
         copies_bytes=num_wards * kept,
@@ -206,7 +208,7 @@ def _need(
         log_bytes = (_QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS) * chunk_bytes
         return StagingNeed(0, share, log_bytes, _LEAST_CHUNKS * chunk_bytes, 2 * share), chunk_bytes
     kept = settings.compressor.residual_layout(attached.layout).parameters
-    staged = kept if settings.residual == "exact" else ()
+    staged = () if settings.residual == "snapshot" else kept
     chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     need = StagingNeed(
         residual_bytes=NUM_SLOTS * sum(spec.nbytes for spec in staged),

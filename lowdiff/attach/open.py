@@ -46,6 +46,8 @@ from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.sharding import is_sharded
 from lowdiff.model.tracked import Given, Live, watch
 from lowdiff.peers.copies import Copies, ReplicaWard, Ward
+from lowdiff.peers.residuals import KeptResidual, Outgoing, Plan
+from lowdiff.peers.spans import Spans
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
@@ -193,7 +195,14 @@ def open_session(
                 _refuse_sharded(settings, stateful)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             refuse_unknown(settings.compressor)
-            settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
+            kept = settings.compressor.residual_layout(
+                attached.layout
+            )  # refuses what it cannot take
+            if settings.replicates_residual and not kept.parameters:
+                raise ConfigError(
+                    f'residual="replicated" has nothing to send: {settings.compressor.name} keeps no '
+                    "error feedback of this model; leave it out, and a node may be lost all the same"
+                )
             _refuse_registered(settings, attached, ranks.world_size)
             if settings.has_several_steps and attached.device.type != "cpu":
                 raise ConfigError(
@@ -488,7 +497,10 @@ def _copies(
             undo.callback(area.release)
             wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
-    copies = Copies(group, memory.peers.keepers, wards, standby.all_items)
+    keepers, outgoing = memory.peers.keepers, None
+    if settings.replicates_residual and keepers:
+        outgoing = Outgoing(live.residual, Plan(Spans(), len(keepers), live.rank))
+    copies = Copies(group, keepers, wards, standby.all_items, outgoing)
     undo.callback(copies.close, removes=False)
     return copies
 
@@ -505,7 +517,10 @@ def _ward(
         return Ward(area, live, None)
     log = _log(area.folder, fence, memory)
     if settings.logs_steps:
-        return Ward(area, live, log)
+        layout, residual = live.residual.layout, None
+        if settings.replicates_residual:
+            residual = KeptResidual(area.folder.residual, layout)
+        return Ward(area, live, log, residual)
     replica = _replica(settings, live, log, makes_images=False)
     undo.callback(replica.stop)
     return ReplicaWard(area, live, log, replica)

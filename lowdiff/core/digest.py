@@ -7,7 +7,7 @@ number of bytes that follow the block in the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,16 @@ class Looker:
     changes in place (``p.data = p.data.T`` need not move it), it is still read in its old order.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._strides = [tensor.stride() for tensor in self._tensors]
-        self._places = [-1] * len(self._tensors)
-        self._views = [memoryview(b"")] * len(self._tensors)
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Note the tensors, each with its number."""
+        self._tensors = dict(tensors)
+        self._strides = {i: tensor.stride() for i, tensor in tensors.items()}
+        self._places = dict.fromkeys(tensors, -1)
+        self._views = dict.fromkeys(tensors, memoryview(b""))
 
-    def look(self, indices: Iterable[int]) -> list[int]:
-        """Return the current checksum of each of these tensors."""
-        return [crc32c(self._view(i)) for i in indices]
+    def look(self, numbers: Iterable[int] | None = None) -> dict[int, int]:
+        """Return the current checksum of each of these tensors, by number; None for all."""
+        return {i: crc32c(self._view(i)) for i in (self._tensors if numbers is None else numbers)}
 
     def _view(self, index: int) -> memoryview:
         tensor = self._tensors[index]

@@ -132,6 +132,7 @@ class Code(Enum):
     ITEMS_NOT_STAGED = "LD805"
     # Copies in other nodes' memory.
     COPY_SUSPENDED = "LD901"
+    RESIDUALS_LEFT_OUT = "LD902"
 
     @property
     def event(self) -> str:

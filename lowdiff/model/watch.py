@@ -81,8 +81,7 @@ class Watch:
             [i for i in self._own if attached.owner[i] == index]
             for index in range(len(attached.optimizers))
         ]
-        self._place = {i: place for place, i in enumerate(attached.parameters)}
-        self._parameters = Looker([attached.local(i) for i in attached.parameters])
+        self._parameters = Looker({i: attached.local(i) for i in attached.parameters})
         self._averages = {
             name: _Average([i for i in self._own if i in tensors], tensors)
             for name, tensors in averages.items()
@@ -91,7 +90,7 @@ class Watch:
         self._told: set[int] = set()
         self._seen: dict[int, int] = {}
         if self._can_look:
-            self._seen = self._look(self._own)
+            self._seen = self._parameters.look(self._own)
 
     def before_step(self, optimizer: int) -> None:
         """Look at what an optimizer is about to update."""
@@ -99,12 +98,12 @@ class Watch:
             own = self._of_optimizer[optimizer]
             for i in own:  # a step may be tried again behind one that was refused
                 self._before.pop(i, None)
-            self._before |= self._changed(self._look(own))
+            self._before |= self._changed(self._parameters.look(own))
 
     def after_step(self, optimizer: int) -> None:
         """Look at what an optimizer has updated, before any hook of the user's can write to it."""
         if self._is_live:
-            self._seen |= self._look(self._of_optimizer[optimizer])
+            self._seen |= self._parameters.look(self._of_optimizer[optimizer])
 
     def end_call(self, step: int, averages: Mapping[str, AverageStep]) -> Written:
         """Close one optimizer step of a body, in which another one follows.
@@ -136,30 +135,26 @@ class Watch:
         if not self._is_live or not self._watchable:
             return seen
         watched = self._watchable[step % len(self._watchable)]
-        other = join(self._look(self._shares[watched]).values())
+        other = join(self._parameters.look(self._shares[watched]).values())
         return replace(seen, own=join(seen.digests), other=other, watched=watched)
 
     def is_as_committed(self) -> bool:
         """Whether this rank's share is as the last commit left it."""
         return not self._can_look or (
-            self._look(self._own) == self._seen
+            self._parameters.look(self._own) == self._seen
             and all(average.look() == average.seen for average in self._averages.values())
         )
 
     def digests(self) -> list[int]:
         """A checksum of every parameter that this rank trains as it is now, in layout order."""
-        return self._parameters.look(self._place.values())
-
-    def _look(self, parameters: Sequence[int]) -> dict[int, int]:
-        places = [self._place[i] for i in parameters]
-        return dict(zip(parameters, self._parameters.look(places), strict=True))
+        return [*self._parameters.look().values()]
 
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]
     ) -> tuple[dict[str, AverageStep], Written]:
         """Return what averages did, with digests, and what something else than the optimizer wrote."""
         before, self._before = self._before, {}
-        found = self._look(self._own)
+        found = self._parameters.look(self._own)
         after = self._changed(found) if self._is_live else {}
         self._seen = found
         done, moved = self._look_at_averages(averages, after)
@@ -223,13 +218,12 @@ class _Average:
 
     def __init__(self, indices: Sequence[int], tensors: Mapping[int, torch.Tensor]) -> None:
         self.tensors = {i: tensors[i] for i in indices}
-        self._looker = Looker([*self.tensors.values()])
+        self._looker = Looker(self.tensors)
         self.seen = self.look()
 
     def look(self) -> dict[int, int]:
         """Layout index -> checksum as it is now."""
-        found = self._looker.look(range(len(self.tensors)))
-        return dict(zip(self.tensors, found, strict=True))
+        return self._looker.look()
 
 
 #: What to do with a model or optimizer that is not the attached one.

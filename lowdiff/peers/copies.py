@@ -31,7 +31,9 @@ from lowdiff.compressors.collectives import leave
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, StorageError
 from lowdiff.model.tracked import Live
-from lowdiff.peers.line import Receiver, Sender
+from lowdiff.peers.line import Head, Receiver, Sender
+from lowdiff.peers.residuals import KeptResidual, Outgoing
+from lowdiff.peers.spans import Spans
 from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.format.differentials import (
     encode_scalars,
@@ -61,6 +63,8 @@ _PATIENCE_SECONDS = 120.0
 #: How long a snapshot waits for the replica of another rank's copy.
 _STALL_SECONDS = 2.0
 _LOOK_SECONDS = 0.002
+#: How long a rank that closes waits for what others still send: where all is well, and after a failure.
+_CLOSE_SECONDS, _FAILED_SECONDS = 5.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class Ward:
         area: The copy's folder.
         live: This rank's training.
         log: Takes the rank's records; None where steps are not logged.
+        residual: Takes the rank's residuals; None where they are not sent.
 
     Attributes:
         rank: Whose copies.
@@ -125,7 +130,13 @@ class Ward:
         keeps_steps: Whether it keeps the steps between two images too.
     """
 
-    def __init__(self, area: StagingArea, live: Live, log: StagingLog | None) -> None:
+    def __init__(
+        self,
+        area: StagingArea,
+        live: Live,
+        log: StagingLog | None,
+        residual: KeptResidual | None = None,
+    ) -> None:
         self.rank = area.folder.rank
         self.held_step = self.copied_step = -1
         self.owes_snapshot = False
@@ -133,6 +144,7 @@ class Ward:
         self._folder = area.folder
         self._live = live
         self._log = log
+        self._residual = residual
         self.keeps_steps = log is not None
         self._items: StagedItems | None = None
         #: All items as of the newest step that the rank told of.
@@ -145,6 +157,7 @@ class Ward:
         self._image: tuple[int, ImageMark] | None = None
         self._slot = 0
         self._trim_step = -1
+        self._heard_at = time.monotonic()
         self._is_broken = False
         self._is_over = False
         self._changed = threading.Condition()
@@ -161,9 +174,12 @@ class Ward:
     def hold(self, step: int, sections: Sequence[Section]) -> None:
         """Keep a copy of what else the rank stores of a step, until it tells the rest."""
         ahead, self._ahead = self._ahead, []
-        if self._log is None or self._is_broken:
+        if self._log is None:
             return
         with self._changed:
+            # Steps after an image count once the items of its own step are here, which may come later.
+            if self._is_broken and self._image is None:
+                return
             self._waiting.append((step, [*ahead, *_copied(sections)]))
             is_late = len(self._waiting) > _MOST_WAITING
             self._changed.notify()
@@ -185,9 +201,14 @@ class Ward:
             self._image = slot, ImageMark(step, size, checksum)
             self._publish()
 
-    def trim(self, step: int) -> None:
-        """Forget records up to the step of an image that every rank holds."""
-        self._trim_step = max(self._trim_step, step)
+    def hear(self, replicated_step: int, copied_step: int) -> None:
+        """Note the newest steps of which every rank holds all, and the images.
+
+        Records before an image that every rank holds are of no use; that of its own step names a residual.
+        """
+        self._trim_step = max(self._trim_step, copied_step - 1)
+        if self._residual is not None:
+            self._residual.replicated_step = replicated_step
 
     def show(self, step: int, committed_step: int) -> None:
         """Tell whoever works on the copy how far all ranks are."""
@@ -199,10 +220,14 @@ class Ward:
             RankLost: If the rank does not tell what it has.
         """
         with self._changed:
-            is_here = self._changed.wait_for(
-                lambda: self.held_step >= step or self._is_over, _PATIENCE_SECONDS
-            )
-        if not is_here or self.held_step < step:
+            self._heard_at = time.monotonic()
+            # The residual of a large model takes a while.
+            while not (self.held_step >= step or self._is_over):
+                seconds = self._heard_at + _PATIENCE_SECONDS - time.monotonic()
+                if seconds <= 0:
+                    break
+                self._changed.wait(seconds)
+        if self.held_step < step:
             raise RankLost(f"rank {self.rank} did not tell what it alone has")
 
     def begin_anew(self) -> None:
@@ -219,6 +244,8 @@ class Ward:
                 self._log = self._log.anew()
             if self._items is not None:
                 self._items = StagedItems(self._folder, self._all)
+            if self._residual is not None:
+                self._residual.begin_anew()
             self.held_step = self.copied_step = -1
             self._image = None
 
@@ -227,8 +254,12 @@ class Ward:
     def receive(self, receiver: Receiver) -> None:
         """Put together what the rank sends and what is made here, until it sends no more."""
         try:
-            while (message := receiver.receive()) is not None:
-                note = Note(**decode(message))
+            while (head := receiver.head()) is not None:
+                self._heard_at = time.monotonic()
+                if head.generation:
+                    self._take_part(head, receiver)
+                    continue
+                note = Note(**decode(receiver.note(head)))
                 try:
                     with self._writing:
                         self._take(note)
@@ -242,6 +273,15 @@ class Ward:
                 self._is_over = True
                 self._changed.notify_all()
 
+    def _take_part(self, head: Head, receiver: Receiver) -> None:
+        """Receive a part of a residual where it is kept."""
+        if self._residual is None:  # that rank was told otherwise
+            receiver.part(torch.empty(head.length, dtype=torch.uint8, device="cpu"))
+            return
+        target = self._residual.target(head.generation, head.step, head.offset, head.length)
+        receiver.part(target)
+        self._residual.take(target, head.checksum)
+
     def _take(self, note: Note) -> None:
         is_base = self._items is None
         if is_base:
@@ -251,6 +291,9 @@ class Ward:
         self._all.update(changed)
         assert self._items is not None
         self._items.stage(note.step, changed)
+        if is_base and self._log is not None and self._residual is not None:
+            # It names the residual that the incarnation begins with.
+            self._log.append(RecordKind.BASE, note.step, note.scalars, (), durable_step=-1)
         is_whole = is_base or self._log is None or self._append(note)
         with self._changed:
             self._told_step = note.step
@@ -441,11 +484,14 @@ def _copied(sections: Sequence[Section]) -> list[Section]:
 class Copies:
     """The copies that one rank keeps and has kept.
 
+    Large because a step, a snapshot and their news pass here on their way to all of them.
+
     Args:
         group: Carries what ranks send.
         keepers: Ranks that keep copies of what this one stages.
         wards: What this one keeps.
         all_items: Reads all items of this rank.
+        outgoing: This rank's residuals; None if they are not sent.
 
     Attributes:
         replicated_step: The newest step that every rank's copies have; -1 while one has no state.
@@ -457,35 +503,47 @@ class Copies:
         keepers: Sequence[int],
         wards: Sequence[Ward],
         all_items: Callable[[], Mapping[str, bytes]],
+        outgoing: Outgoing | None = None,
     ) -> None:
         self.replicated_step = -1
         self._wards = wards
         self._all_items = all_items
+        #: The newest step that this rank told of: where it keeps nothing, it holds no other rank back.
+        self._told_step = -1
         self._group = group
-        self._sender = Sender(group, keepers)
+        self._outgoing = outgoing
+        self._sender = Sender(group, keepers, outgoing)
         self._receivers = [Receiver(group, ward.rank) for ward in wards]
+        self._threads = []
         for ward, receiver in zip(wards, self._receivers, strict=True):
             name = f"lowdiff-keeps-{ward.rank}"
-            threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True).start()
+            thread = threading.Thread(target=ward.receive, args=(receiver,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     @property
     def held_step(self) -> int:
         """The newest step of which this rank holds all that it keeps; see `RankNews`."""
-        return min(ward.held_step for ward in self._wards)
+        return min((ward.held_step for ward in self._wards), default=self._told_step)
 
     @property
     def copied_step(self) -> int:
         """The newest step of which it holds the images."""
-        return min(ward.copied_step for ward in self._wards)
+        return min((ward.copied_step for ward in self._wards), default=self._told_step)
 
     @property
     def owes_snapshot(self) -> bool:
         """Whether only a snapshot makes further copies of use."""
         return any(ward.owes_snapshot for ward in self._wards)
 
+    @property
+    def spans(self) -> Spans | None:
+        """What is to hear of exchanges; None where nothing is sent that waits for their end."""
+        return None if self._outgoing is None else self._outgoing.plan.spans
+
     def stage_base(self, sealed: Sealed) -> None:
         """Tell what an incarnation begins with; its first snapshot follows."""
-        self._sender.send(encode(asdict(Note.of(sealed, 0, self._all_items()))))
+        self._send(sealed, 0, self._all_items())
 
     def stage_ahead(self, reducer: Reducer, number: int) -> None:
         """Keep what an optimizer is about to use of the shares of others.
@@ -505,11 +563,18 @@ class Copies:
             sealed: The step.
             checksum: Of this rank's own record.
         """
-        self._sender.send(encode(asdict(Note.of(sealed, checksum, {}))))
+        if self.spans is not None:
+            self.spans.committed()
+        self._send(sealed, checksum, {})
         for ward in self._wards:
             payload = sealed.of_peers.get(ward.rank)
             if payload is not None:
                 ward.hold(sealed.differential.step, payload.sections)
+
+    def _send(self, sealed: Sealed, checksum: int, items: Mapping[str, bytes]) -> None:
+        note, record = Note.of(sealed, checksum, items), sealed.differential
+        self._told_step = record.step
+        self._sender.send(encode(asdict(note)), record.step, record.residual)
 
     def snapshot(self, sealed: Sealed) -> None:
         """Make the shares of others in a snapshot."""
@@ -521,7 +586,7 @@ class Copies:
         self.replicated_step = min(news.held for news in heard)
         least = min(news.copied for news in heard)
         for ward in self._wards:
-            ward.trim(least)
+            ward.hear(self.replicated_step, least)
 
     def begin_anew(self) -> None:
         """Make the folders again after somebody removed staging.
@@ -553,6 +618,7 @@ class Copies:
             "held_step": self.held_step,
             "copied_ranks": [ward.rank for ward in self._wards],
             "copies_bytes_sent": self._sender.bytes_sent,
+            **({} if self._outgoing is None else {"residual_step": self._outgoing.sent_step}),
         }
 
     def close(self, *, removes: bool) -> None:
@@ -562,6 +628,12 @@ class Copies:
             removes: Whether all that was kept is in the run folder of all ranks.
         """
         self._sender.close()
+        if self._outgoing is not None:
+            # Else a rank that sends a part when this one closes would wait in Gloo for nobody. All ranks
+            # close where all went well; elsewhere some may have ended.
+            deadline = time.monotonic() + (_CLOSE_SECONDS if removes else _FAILED_SECONDS)
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
         for receiver in self._receivers:
             receiver.close()
         for ward in self._wards:

@@ -1,81 +1,160 @@
 """Messages between ranks on different nodes beside the training, from threads of their own.
 
-Messages are small: a step's numbers and the items that changed. They leave when a step is committed, between the
-last gradient of a step and the first of the next. Gloo carries them, on a group that nothing else uses.
+Notes are small: a step's numbers and the items that changed. They leave when a step is committed, between the
+last gradient of a step and the first of the next. Parts of a residual are large, and leave when no gradients are
+exchanged. Gloo carries both, on a group that nothing else uses.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
 from lowdiff.errors import RankLost
+from lowdiff.peers.residuals import Outgoing, Part
+from lowdiff.types import ResidualMark
 
 _CHUNK_BYTES = 16 << 20
 #: Length of the message that ends a line.
 _END = -1
+#: Of Gloo: a rank ended, or the group is gone.
+_ENDED = (RuntimeError, ValueError)
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.002
+#: A part waits for a span, and for one that lasts so long that training must be pausing.
+_LOOK_FOR_SPAN_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What goes before a message.
+
+    Attributes:
+        length: Bytes of the message.
+        checksum: CRC-32C of it; of a part: of the residual up to the end of the part.
+        generation: Of the residual that it is a part of; 0 for a note.
+        offset: Of a part in its residual.
+        step: Of the residual.
+    """
+
+    length: int
+    checksum: int
+    generation: int = 0
+    offset: int = 0
+    step: int = 0
+
+
+_NUM_FIELDS = len(fields(Head))
 
 
 class Sender:
-    """Sends messages to other ranks, in turn; the caller never waits.
+    """Sends messages to other ranks; the caller never waits.
 
     Args:
         group: The group that carries them.
         targets: Ranks that get every message.
+        outgoing: This rank's residuals; None if they are not sent.
 
     Attributes:
         bytes_sent: So far, to all targets together.
         error: Why nothing is sent any more; empty while all is well.
     """
 
-    def __init__(self, group: dist.ProcessGroup, targets: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, targets: Sequence[int], outgoing: Outgoing | None = None
+    ) -> None:
         self.bytes_sent = 0
         self.error = ""
         self._group = group
         self._targets = [dist.get_global_rank(group, target) for target in targets]
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing = outgoing
+        self._changed = threading.Condition() if outgoing is None else outgoing.changed
+        self._notes: deque[tuple[int, bytes]] = deque()
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="lowdiff-sender", daemon=True)
         self._thread.start()
 
-    def send(self, message: bytes) -> None:
-        """Send a message to every target, after those before."""
-        self._messages.put(message)
+    def send(self, message: bytes, step: int = 0, mark: ResidualMark | None = None) -> None:
+        """Send a note to every target, after those before.
+
+        Args:
+            message: The note.
+            step: The step that it is about.
+            mark: Names the residual of the step, if that is to be sent as well.
+        """
+        with self._changed:
+            self._notes.append((step, message))
+            if self._outgoing is not None:
+                self._outgoing.offer(step, mark)
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Tell the targets that nothing follows; waits a little for what is under way."""
+        """Tell the targets that nothing follows; waits a little for the notes that are under way."""
         if self._thread.is_alive():
-            self._messages.put(None)
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
             self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
-            while (message := self._messages.get()) is not None:
-                self._send(message)
-            self._put(torch.tensor([_END, 0], device="cpu"))
-        except RuntimeError as error:  # a target ended; the training's own exchange will say so
+            while (task := self._next()) is not None:
+                if isinstance(task, bytes):
+                    self._send_note(task)
+                elif (part := task.next_part()) is not None:
+                    self._send_part(part, task)
+            self._put(_tensor(Head(_END, 0)), self._targets)
+        except _ENDED as error:  # a target ended; the training's own exchange will say so
             self.error = str(error)
 
-    def _send(self, message: bytes) -> None:
-        head = torch.tensor([len(message), crc32c(message)], device="cpu")
-        self._put(head)
+    def _next(self) -> bytes | Outgoing | None:
+        """Wait for what comes next: a note, or a part of a residual; None once nothing follows."""
+        outgoing = self._outgoing
+        with self._changed:
+            while True:
+                if self._notes:
+                    step, message = self._notes[0]
+                    if self._is_over or outgoing is None or not outgoing.holds_back(step):
+                        self._notes.popleft()
+                        return message
+                if self._is_over:
+                    return None
+                if outgoing is not None and outgoing.is_due():
+                    return outgoing
+                is_waiting = outgoing is not None and outgoing.is_under_way
+                self._changed.wait(_LOOK_FOR_SPAN_SECONDS if is_waiting else None)
+
+    def _send_note(self, message: bytes) -> None:
+        began = time.monotonic()
+        self._put(_tensor(Head(len(message), crc32c(message))), self._targets)
         body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         for chunk in body.split(_CHUNK_BYTES):
-            self._put(chunk)
+            self._put(chunk, self._targets)
+        if self._outgoing is not None:
+            self._outgoing.plan.measured(len(message), time.monotonic() - began)
 
-    def _put(self, data: torch.Tensor) -> None:
-        under_way = [dist.isend(data, target, group=self._group) for target in self._targets]
+    def _send_part(self, part: Part, outgoing: Outgoing) -> None:
+        began = time.monotonic()
+        head = Head(part.data.nbytes, part.checksum, part.generation, part.offset, part.step)
+        target = [self._targets[part.keeper]]
+        self._put(_tensor(head), target)
+        self._put(part.data, target)
+        outgoing.plan.measured(part.data.nbytes, time.monotonic() - began)
+        outgoing.sent()
+
+    def _put(self, data: torch.Tensor, targets: Sequence[int]) -> None:
+        under_way = [dist.isend(data, target, group=self._group) for target in targets]
         for work in under_way:
             assert work is not None
             work.wait()
-        self.bytes_sent += data.nbytes * len(self._targets)
+        self.bytes_sent += data.nbytes * len(targets)
 
 
 class Receiver:
@@ -95,37 +174,57 @@ class Receiver:
         """Receive no more; for any thread."""
         self._is_over = True
 
-    def receive(self) -> bytes | None:
-        """Wait for the next message; None once nothing follows.
+    def head(self) -> Head | None:
+        """Wait for the next message, which `note` or `part` then takes; None once nothing follows.
 
         Raises:
-            RankLost: If the rank ended, or a message came otherwise than it was sent.
+            RankLost: If the rank ended.
         """
         try:
-            head = torch.zeros(2, dtype=torch.int64, device="cpu")
-            work = dist.irecv(head, self._source, group=self._group)
+            numbers = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device="cpu")
+            work = dist.irecv(numbers, self._source, group=self._group)
             assert work is not None
-            length = head.numpy()
+            length = numbers.numpy()
             while length[0] == 0:
                 if self._is_over:
                     return None
                 time.sleep(_LOOK_SECONDS)
             work.wait()
-            size, checksum = map(int, head)
-            if size == _END:
-                return None
-            body = torch.empty(size, dtype=torch.uint8, device="cpu")
-            for chunk in body.split(_CHUNK_BYTES):
-                self._get(chunk)
-        except RuntimeError as error:
+        except _ENDED as error:
             raise RankLost(error) from error
+        head = Head(*map(int, numbers))
+        return None if head.length == _END else head
+
+    def note(self, head: Head) -> bytes:
+        """Return a note.
+
+        Raises:
+            RankLost: If the rank ended, or the note came otherwise than it was sent.
+        """
+        body = torch.empty(head.length, dtype=torch.uint8, device="cpu")
+        for chunk in body.split(_CHUNK_BYTES):
+            self._get(chunk)
         message = body.numpy().tobytes()
-        if crc32c(message) != checksum:
+        if crc32c(message) != head.checksum:
             raise RankLost(f"a message of rank {self._rank} fails its checksum")
         return message
 
-    def _get(self, target: torch.Tensor) -> torch.Tensor:
-        work = dist.irecv(target, self._source, group=self._group)
-        assert work is not None
-        work.wait()
-        return target
+    def part(self, target: torch.Tensor) -> None:
+        """Write a part of a residual into memory of its length.
+
+        Raises:
+            RankLost: If the rank ended.
+        """
+        self._get(target)
+
+    def _get(self, target: torch.Tensor) -> None:
+        try:
+            work = dist.irecv(target, self._source, group=self._group)
+            assert work is not None
+            work.wait()
+        except _ENDED as error:
+            raise RankLost(error) from error
+
+
+def _tensor(head: Head) -> torch.Tensor:
+    return torch.tensor(astuple(head), dtype=torch.int64, device="cpu")

@@ -1,12 +1,21 @@
-"""When copies are sent: in the spans of a step in which training leaves the network idle."""
+"""When residuals are sent: in the spans of a step in which training leaves the network idle."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from lowdiff.errors import ConfigError
+
+#: A message up to this size takes as long as its start.
+_SMALL_BYTES = 64 << 10
+#: Messages that a link is measured by.
+_MEASURED = 32
+#: Of a link that has carried nothing large yet.
+_UNKNOWN_BYTES_PER_SECOND = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,30 @@ class Link:
     def seconds(self, num_bytes: int) -> float:
         """Return how long one chunk takes."""
         return self.startup_seconds + num_bytes / self.bytes_per_second
+
+
+class LinkMeter:
+    """Estimate a link from what it carried: its start from small messages, its bandwidth from large ones."""
+
+    def __init__(self) -> None:
+        self._small: deque[float] = deque(maxlen=_MEASURED)
+        self._large: deque[tuple[int, float]] = deque(maxlen=_MEASURED)
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Note one message."""
+        if num_bytes <= _SMALL_BYTES:
+            self._small.append(seconds)
+        else:
+            self._large.append((num_bytes, seconds))
+
+    def link(self) -> Link:
+        """Return the estimate."""
+        startup = median(self._small) if self._small else 0.0
+        if not self._large:
+            return Link(_UNKNOWN_BYTES_PER_SECOND, startup)
+        # A start that was measured while the machine was loaded may be longer than a whole chunk took.
+        seconds = sum(max(taken - startup, taken / 2) for _, taken in self._large)
+        return Link(sum(size for size, _ in self._large) / max(seconds, 1e-9), startup)
 
 
 @dataclass(frozen=True, slots=True)

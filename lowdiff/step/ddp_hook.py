@@ -5,6 +5,7 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
@@ -25,6 +26,18 @@ _OUTSIDE = (
 )
 
 
+class Exchanges(Protocol):
+    """Hears when gradients are exchanged."""
+
+    def began(self) -> None:
+        """Note that an exchange begins."""
+        ...
+
+    def ended(self) -> None:
+        """Note that an exchange ended; on whichever thread ends it."""
+        ...
+
+
 class HookState:
     """State that `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
 
@@ -40,6 +53,7 @@ class HookState:
         self._why_closed = _OUTSIDE
         self._reducer: Reducer | None = None
         self._average: Average | None = None
+        self._exchanges: Exchanges | None = None
         self._index_of: dict[int, int] = {}
         #: Layout indices of parameters whose gradients were averaged and not consumed since.
         self._exchanged: set[int] = set()
@@ -49,9 +63,15 @@ class HookState:
     def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
         return partial(HookState, is_copy=True), ()
 
-    def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
-        """Start to reduce for these parameters, in layout order."""
+    def open(
+        self,
+        reducer: Reducer,
+        parameters: Sequence[torch.Tensor],
+        exchanges: Exchanges | None = None,
+    ) -> None:
+        """Start to reduce for these parameters, in layout order; tell when each exchange begins and ends."""
         self._reducer = reducer
+        self._exchanges = exchanges
         self._average = None
         self._why_closed = _OUTSIDE
         self._exchanged.clear()
@@ -60,11 +80,12 @@ class HookState:
     def close(self, reducer: Reducer) -> None:
         """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
         if self._reducer is reducer:
-            self._reducer = None
+            self._reducer = self._exchanges = None
 
     def detach(self, average: Average) -> None:
         """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
         self._reducer, self._average = None, average
+        self._exchanges = None
         self.has_failed = False
         self._exchanged.clear()
 
@@ -76,7 +97,7 @@ class HookState:
 
     def leave(self, why: str) -> None:
         """Stop without giving anything back, in a process that only got a copy of what is open."""
-        self._reducer = self._average = None
+        self._reducer = self._average = self._exchanges = None
         self._why_closed = why
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -95,18 +116,27 @@ class HookState:
             # Twice, because the callback in which DDP writes its averages is queued after this call.
             queue = Variable._execution_engine.queue_callback
             queue(lambda: queue(self._raise_failure))
-        buffer = bucket.buffer()
+        buffer, exchanges = bucket.buffer(), self._exchanges
+        if exchanges is not None:
+            exchanges.began()
         try:
             future = self._reduce(bucket)
         except Exception as error:  # noqa: BLE001  raised when DDP is done
             self._fail(error)
+            if exchanges is not None:
+                exchanges.ended()
             return completed(buffer)
-        return future.then(partial(self._settled, buffer))
+        return future.then(partial(self._settled, buffer, exchanges))
 
     def _settled(
-        self, buffer: torch.Tensor, done: torch.futures.Future[torch.Tensor]
+        self,
+        buffer: torch.Tensor,
+        exchanges: Exchanges | None,
+        done: torch.futures.Future[torch.Tensor],
     ) -> torch.Tensor:
         """Return what DDP gets; on whichever thread ends the exchange."""
+        if exchanges is not None:
+            exchanges.ended()
         try:
             return done.value()
         except (LowDiffError, torch.OutOfMemoryError) as error:

@@ -51,6 +51,10 @@ class StagedResidual(RotatingResidual):
         """Names the current residual in a record."""
         return self._mark
 
+    def read(self, mark: ResidualMark, target: memoryview) -> bool:
+        """See ``RotatingResidual.read``."""
+        return self._file.read(mark, target)
+
     def _reuse(self, slot: int) -> None:
         self._file.reuse(slot)
 
@@ -95,6 +99,10 @@ class CopiedResidual(RotatingResidual):
     def mark(self) -> ResidualMark | None:
         """Names the copy in the record of its step; None in all others."""
         return self._mark
+
+    def read(self, mark: ResidualMark, target: memoryview) -> bool:
+        """See ``RotatingResidual.read``."""
+        return self._file.read(mark, target)
 
 
 def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.Tensor] | None:

@@ -35,6 +35,7 @@
     STAGING/RUN_ID/i000002-r0000/guest-0004.saved        page that says so
     STAGING/RUN_ID/i000002-r0004-k0000/...               what rank 0 keeps for rank 4, which is on another node
     STAGING/RUN_ID/i000002-r0004-k0000/copy-0, copy-0.items, copy-0.saved    its share of a snapshot; two take turns
+    STAGING/RUN_ID/i000002-r0004-k0000/residual          its residuals, where they are replicated
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -432,8 +433,8 @@ class StagingFolder:
         images = (
             f(slot) for slot in slots for f in (self.copied, self.copied_items, self.copied_saved)
         )
-        items = (self.items(slot) for slot in range(NUM_ITEM_SLOTS))
-        return [*(path for _, path in self.chunks()), *images, *(i for i in items if i.exists())]
+        others = (self.residual, *map(self.items, range(NUM_ITEM_SLOTS)))
+        return [*(path for _, path in self.chunks()), *images, *(f for f in others if f.exists())]
 
     def guest(self, rank: int) -> Path:
         """Return the path of the image of the share of a rank on another node."""

@@ -18,6 +18,7 @@ import secrets
 import struct
 from pathlib import Path
 
+import numpy as np
 from crc32c import crc32c
 
 from lowdiff.core.events import Code
@@ -81,23 +82,57 @@ class ResidualSlots:
         _STAMP.pack_into(self._view, _stamp_at(slot), self._generation, 0)
         return ResidualMark(slot, self._generation)
 
+    def complete_copy(self, slot: int, generation: int, checksum: int) -> None:
+        """Mark a slot as holding a copy of a residual of another file.
+
+        Args:
+            slot: The slot.
+            generation: Number of the residual in the other file.
+            checksum: CRC-32C of the whole slot.
+        """
+        stamp = generation, _with_generation(checksum, generation)
+        _STAMP.pack_into(self._view, _stamp_at(slot), *stamp)
+
+    def whole(self, slot: int) -> memoryview:
+        """Return all bytes of a slot."""
+        return _slots_of(self._view)[slot]
+
+    def read(self, mark: ResidualMark, target: memoryview) -> bool:
+        """Copy a residual, while another thread may write to the slots.
+
+        Args:
+            mark: Names the residual.
+            target: As many bytes as a slot has.
+
+        Returns:
+            Whether the residual was there until it had been copied.
+        """
+        if not self._holds(mark):
+            return False
+        # This lets other threads run.
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self.whole(mark.slot), np.uint8))
+        return self._holds(mark)
+
+    def _holds(self, mark: ResidualMark) -> bool:
+        generation, _ = _STAMP.unpack_from(self._view, _stamp_at(mark.slot))
+        return bool(generation == mark.generation)
+
 
 def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview] | None:
-    """Return views of a residual that a dead trainer left.
+    """Return views of a residual that a dead trainer left, in whichever slot of the file: copies have other slots.
 
-    Return None if the file does not fit, if the slot holds another residual, or if it was changed.
+    Return None if the file does not fit, if no slot holds that residual, or if it was changed.
     """
     try:
         view = read_view(path)
     except FileNotFoundError:
         return None
     ranges, slots = ResidualLayout(layout), _slots_of(view)
-    if not 0 <= mark.slot < len(slots) or len(slots[mark.slot]) != ranges.slot_bytes:
+    stamps = [_STAMP.unpack_from(view, _stamp_at(number)) for number in range(len(slots))]
+    found = [i for i, (generation, _) in enumerate(stamps) if generation == mark.generation != 0]
+    if not found or len(slots[found[0]]) != ranges.slot_bytes:
         return None
-    slot = slots[mark.slot]
-    generation, checksum = _STAMP.unpack_from(view, _stamp_at(mark.slot))
-    if generation != mark.generation or generation == 0:
-        return None
+    slot, (generation, checksum) = slots[found[0]], stamps[found[0]]
     if _is_of(checksum, generation):
         is_whole = checksum == _checksum(slot, generation)
     else:
@@ -125,7 +160,11 @@ def checksum_slots(path: Path) -> None:
 
 def _checksum(slot: memoryview, generation: int) -> int:
     """Return a slot's CRC-32C, with half of its residual's number above it."""
-    return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(slot))
+    return _with_generation(int(crc32c(slot)), generation)
+
+
+def _with_generation(checksum: int, generation: int) -> int:
+    return (generation & (1 << _HALF) - 1) << _HALF | checksum
 
 
 def _is_of(checksum: int, generation: int) -> bool:

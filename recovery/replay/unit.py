@@ -295,7 +295,7 @@ class UnitState:
             named += [(name, block, tensor) for block, tensor in average.blocks]
         self._places = [(name, block) for name, block, _ in named]
         self._looked = [tensor for _, _, tensor in named]
-        self._looker = Looker(self._looked)
+        self._looker = Looker(dict(enumerate(self._looked)))
         self._shifts: dict[int, Shift] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups = sorted({self._group_of[spec.name] for _, spec, _ in self._pieces})
@@ -408,7 +408,7 @@ class UnitState:
 
     def look(self) -> list[int]:
         """Checksums of this unit's blocks as they are now, in the order of `add_checksums`."""
-        return self._looker.look(range(len(self._places)))
+        return [*self._looker.look(range(len(self._places))).values()]
 
     def add_checksums(self, looks: Sequence[tuple[int, list[int]]], found: Checksums) -> None:
         """Add what this unit holds of every parameter's checksum.

@@ -41,6 +41,7 @@ _RESUME_SECONDS = 60.0
 #: How long a launcher lets ranks go on when one has ended.
 _LAUNCHER_SECONDS = 20.0
 _LOOK_SECONDS = 0.005
+_STEP_SECONDS = 0.02
 _CODE = re.compile(r"\bLD\d{3}\b")
 #: What survivors say where they cannot save, or cannot be followed.
 _NOT_SAVED = re.compile(r"\bLD80[235]\b|passed over")
@@ -221,6 +222,8 @@ class LossCampaign:
                 node_rank.main,
                 *[rank, self.size, store, self.folder, until or self._until, self.strategy, run],
                 *["--copies", self.copies],
+                # As long as a residual takes on its way; else some steps have none.
+                *["--step-seconds", _STEP_SECONDS if self.strategy == "replicated" else 0],
                 output=self.folder / f"output.{rank}",
             )
             for rank, node in enumerate(self._nodes)

@@ -31,6 +31,11 @@ from tests.crash.trainings import batch, wrapped
 STRATEGIES: dict[str, dict[str, Any]] = {
     "cast": {"compressor": compressors.Cast(), "batch_size": 64},
     "topk": {"compressor": compressors.TopK(0.1), "batch_size": 64},
+    "replicated": {
+        "compressor": compressors.TopK(0.1),
+        "batch_size": 64,
+        "residual": "replicated",
+    },
     "replica": {"strategy": "replica", "reproducible": True},
     "survivors": {"strategy": "survivors", "reproducible": True},
 }

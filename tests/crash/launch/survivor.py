@@ -33,6 +33,7 @@ from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
 from lowdiff.survivors import survivor as survivor_module
 from lowdiff.testing import wait_until
+from tests.crash.lives import owed_by
 from tests.crash.trainings import batch, wrapped
 
 
@@ -67,6 +68,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "replica": {"strategy": "replica", "reproducible": True},
     "cast": {"compressor": compressors.Cast(), "batch_size": 64},
     "topk": {"compressor": compressors.TopK(0.1), "batch_size": 64},
+    "replicated": {
+        "compressor": compressors.TopK(0.1),
+        "batch_size": 64,
+        "residual": "replicated",
+    },
 }
 
 
@@ -202,7 +208,9 @@ def main(*words: str) -> int:
                 "scheduler": scheduler.state_dict(),
             }
             state["model"] = {name: value.detach() for name, value in state["model"].items()}
-            line = {"word": word, "step": step, "state": digest(state)}
+            # A life that went on has zeros where the one before had nothing.
+            owed = digest({n: v for n, v in owed_by(checkpointer).items() if v.any()})
+            line = {"word": word, "step": step, "state": digest(state), "owed": owed}
             print(json.dumps(line), file=report, flush=True)
 
         try:

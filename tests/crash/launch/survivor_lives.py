@@ -28,6 +28,14 @@ class Lives:
         """Step -> state; a later life's replaces an earlier's."""
         return {line["step"]: line["state"] for line in self.lines[rank] if line["word"] != "end"}
 
+    def owed(self, rank: int) -> dict[int, str]:
+        """Step -> error feedback; a line of a step that is made is written before the step's commit."""
+        return {
+            line["step"] - (line["word"] == "made"): line["owed"]
+            for line in self.lines[rank]
+            if line["word"] != "end"
+        }
+
     def generators(self) -> list[str]:
         """At the end."""
         return [lines[-1]["rng"] for lines in self.lines]

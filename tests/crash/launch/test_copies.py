@@ -73,3 +73,38 @@ def test_what_a_lost_rank_alone_had_is_in_its_copy(tmp_path: Path) -> None:
     found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(folder / "node0"))
     check(found, whole(tmp_path / "whole", 2, "--seeds", "--object"), resumed=AT)
     assert "LD803" not in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("nodes", "victim"),
+    [
+        ("01", 1),
+        pytest.param("01", 0, marks=pytest.mark.slow),
+        pytest.param("011", 1, marks=pytest.mark.slow),
+        pytest.param("012", 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("every", [100, pytest.param(3, marks=pytest.mark.slow)])
+def test_with_its_residual_replicated_a_lost_rank_goes_on_bit_for_bit(
+    tmp_path: Path, nodes: str, victim: int, every: int
+) -> None:
+    size, folder = len(nodes), tmp_path / "lost"
+    words = ["--nodes", nodes, "--own-disks", "--copies", 2, "--seeds", "--snapshot-every", every]
+    faults = {rank: [*dies("backward"), "--node-dies"] for rank in range(size)}
+    gone = folder / f"node{victim}"
+    found = broken(
+        folder,
+        size,
+        faults,
+        *words,
+        "--strategy",
+        "replicated",
+        between=lambda: shutil.rmtree(gone),
+    )
+    expected = whole(tmp_path / "whole", size, "--strategy", "topk", "--seeds")
+    check(found, expected, resumed=resumed(found))
+    for rank in range(size):
+        assert found.owed(rank) == expected.owed(rank)
+    assert "LD312" not in found.output
+    assert "LD313" not in found.output

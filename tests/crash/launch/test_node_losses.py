@@ -39,6 +39,14 @@ def test_any_nodes_but_one_of_a_group_may_be_lost(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize(("size", "copies"), [(3, 2), (4, 3)])
+def test_error_feedback_is_not_lost_either(tmp_path: Path, size: int, copies: int) -> None:
+    kinds = ("lost", "silent", "recovering", "returns")
+    check(tmp_path, 4, "replicated", size=size, copies=copies, kinds=kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_shared_disk_serves_where_all_copies_are_lost(tmp_path: Path) -> None:
     kinds = ("group", "lost")
     check(tmp_path, 2, "cast", size=2, shares_disk=True, kinds=kinds)

@@ -47,14 +47,15 @@ def test_a_checksum_is_of_the_memory_in_its_own_order() -> None:
 def test_a_looker_sees_a_tensor_as_it_is_also_when_it_has_moved() -> None:
     moving = torch.nn.Parameter(torch.zeros(1000))
     half = torch.ones(7, dtype=torch.bfloat16)
-    looker = Looker([moving, half, torch.empty(0)])
-    assert looker.look([2, 1, 0]) == [checksum(torch.empty(0)), checksum(half), checksum(moving)]
+    looker = Looker({4: moving, 1: half, 7: torch.empty(0)})
+    found = {7: checksum(torch.empty(0)), 1: checksum(half), 4: checksum(moving)}
+    assert looker.look() == looker.look([7, 1, 4]) == found
     for number in range(1, 20):  # the allocator hands out the same places again
         moving.data = torch.full((1000,), float(number))
-        assert looker.look([0]) == [checksum(torch.full((1000,), float(number)))]
+        assert looker.look([4]) == {4: checksum(torch.full((1000,), float(number)))}
     moving.data[999] += 1
     half[0] = -1.0
-    assert looker.look([0, 1]) == [checksum(moving), checksum(half)]
+    assert looker.look([4, 1]) == {4: checksum(moving), 1: checksum(half)}
 
 
 def test_joined_checksums_tell_the_order() -> None:
