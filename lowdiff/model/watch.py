@@ -48,6 +48,8 @@ class Seen:
 class Watch:
     """Looks at one rank's share of the parameters, and at the averages that follow them.
 
+    Large because what was seen last is compared at four places of a step.
+
     Args:
         attached: Whose parameters. On an accelerator a look would stop the host: there nothing is
             looked at, and `StepGuard` goes by version counters.
