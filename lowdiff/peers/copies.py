@@ -201,14 +201,9 @@ class Ward:
             self._image = slot, ImageMark(step, size, checksum)
             self._publish()
 
-    def hear(self, replicated_step: int, copied_step: int) -> None:
-        """Note the newest steps of which every rank holds all, and the images.
-
-        Records before an image that every rank holds are of no use; that of its own step names a residual.
-        """
-        self._trim_step = max(self._trim_step, copied_step - 1)
-        if self._residual is not None:
-            self._residual.replicated_step = replicated_step
+    def trim(self, step: int) -> None:
+        """Forget records before an image that every rank holds; that of its own step names a residual."""
+        self._trim_step = max(self._trim_step, step - 1)
 
     def show(self, step: int, committed_step: int) -> None:
         """Tell whoever works on the copy how far all ranks are."""
@@ -584,9 +579,11 @@ class Copies:
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks hold."""
         self.replicated_step = min(news.held for news in heard)
+        if self._outgoing is not None:
+            self._outgoing.hear(self.replicated_step)
         least = min(news.copied for news in heard)
         for ward in self._wards:
-            ward.hear(self.replicated_step, least)
+            ward.trim(least)
 
     def begin_anew(self) -> None:
         """Make the folders again after somebody removed staging.

@@ -30,6 +30,9 @@ _PARTS, _BUFFER_BYTES = 2, 32 << 20
 _SAFETY = 0.8
 #: Steps that may be made while a note waits for its residual.
 _MOST_STEPS_BEHIND = 4
+#: Steps behind the last replicated one whose residuals are sent. Recovery goes back to that step or a later one,
+#: and keepers have slots for all of these.
+_MOST_STEPS_AHEAD = NUM_SLOTS - 1
 #: A part up to this size is sent in any span while none is known: it would hardly last into an exchange.
 _SMALL_BYTES = 1 << 20
 
@@ -163,12 +166,24 @@ class Outgoing:
         self._generation = 0
         self._parts: deque[Part] = deque()
         self._offered_step = -1
+        #: The newest step that all ranks hold, as far as was heard; that which an incarnation begins with at least.
+        self._held_step: int | None = None
 
     # By the thread that trains.
+
+    def hear(self, replicated_step: int) -> None:
+        """Note the newest step of which all ranks hold everything; -1: recovery goes back to none of theirs."""
+        with self.changed:
+            held = self._offered_step if replicated_step < 0 else replicated_step
+            if self._held_step is None or held > self._held_step:
+                self._held_step = held
+                self.changed.notify_all()
 
     def offer(self, step: int, mark: ResidualMark | None) -> None:
         """Send a step's residual, unless none is staged for that step; the lock is held."""
         self._offered_step = step
+        if self._held_step is None:
+            self._held_step = step
         if mark is None or step == 0:  # a run begins with zeros
             return
         if mark.generation == self._generation:  # no optimizer has stepped since
@@ -198,7 +213,11 @@ class Outgoing:
         """Whether `next_part` is to be called; the lock is held."""
         if self._parts:
             return self.plan.spans.is_open(self._parts[0].position)
-        return self._pending is not None
+        if self._pending is None or self._held_step is None:
+            return False
+        # Where nothing is replicated any more, a copy waits for a snapshot, or a rank is far behind.
+        is_stuck = self._offered_step - self._held_step > _MOST_STEPS_BEHIND
+        return is_stuck or self._pending[0] - self._held_step <= _MOST_STEPS_AHEAD
 
     def next_part(self) -> Part | None:
         """Return the part to send now; None where it only copied a residual."""
@@ -231,23 +250,15 @@ class Outgoing:
 class KeptResidual:
     """Residuals of a rank on another node, in slots in turn.
 
-    Three, as the rank itself has: ranks of one node may differ by a step or two in what they have sent, and recovery goes
-    back to a step that all have. So beside the newest, and the one that is being received, that of the
-    last replicated step stays.
-
     Args:
         path: Their file.
         layout: Of the rank's residual.
-
-    Attributes:
-        replicated_step: A step that recovery does not go behind.
 
     Raises:
         StorageError: If there is no memory for them.
     """
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        self.replicated_step = -1
         self._path, self._layout = path, layout
         self.begin_anew()
 
@@ -268,7 +279,7 @@ class KeptResidual:
             offset: First byte.
             length: Bytes.
         """
-        return self._incoming.target(generation, step, offset, length, self.replicated_step)
+        return self._incoming.target(generation, step, offset, length)
 
     def take(self, part: torch.Tensor, checksum: int) -> None:
         """Take a part that was written; the last one makes the residual whole.
@@ -293,11 +304,9 @@ class _Incoming:
         self._slot, self._generation, self._step = 0, 0, -1
         self._size = self._checksum = 0
 
-    def target(
-        self, generation: int, step: int, offset: int, length: int, replicated_step: int
-    ) -> torch.Tensor:
+    def target(self, generation: int, step: int, offset: int, length: int) -> torch.Tensor:
         if offset == 0:
-            self._slot = self._oldest(replicated_step)
+            self._slot = self._steps.index(min(self._steps))
             self._steps[self._slot] = -1
             self._slots.reuse(self._slot)
             self._generation, self._step = generation, step
@@ -320,9 +329,3 @@ class _Incoming:
             self._slots.complete_copy(self._slot, self._generation, checksum)
             self._steps[self._slot] = self._step
             self._generation = 0
-
-    def _oldest(self, replicated_step: int) -> int:
-        """Return the slot to write to: the oldest but that which recovery may go back to."""
-        needed = max((step for step in self._steps if step <= replicated_step), default=-1)
-        free = [i for i, step in enumerate(self._steps) if step < 0 or step != needed]
-        return min(free, key=lambda slot: self._steps[slot])

@@ -407,17 +407,19 @@ class LossCampaign:
 
     def _check_line(self, rank: int, line: Line) -> None:
         step, states = line["step"], self._states[rank]
+        own = self._own[rank]
         if self.strategy == "topk" and line["word"] == "resumed":
-            for later in [known for known in states if known > step]:
-                del states[later]
+            for known in (states, own):
+                for later in [number for number in known if number > step]:
+                    del known[later]
         if self._learns or self.strategy == "topk":
             states.setdefault(step, line["state"])
-        if self._learns:
-            self._own[rank][step] = line["own"]
+            if line["word"] == "made":
+                own.setdefault(step, line["own"])
         if line["state"] != states.get(step):
             self.outcome.lose(f"rank {rank} {line['word']} step {step} with other bits")
         is_new = line["word"] == "made" and not self._is_seeded_anew
-        if is_new and line["own"] != self._own[rank].get(step):
+        if is_new and line["own"] != own.get(step):
             self.outcome.lose(f"rank {rank} made step {step} with other generators or buffers")
         self._made = max(self._made, step)
         durable = line["durable"] if self.shares_disk else -1

@@ -123,16 +123,6 @@ def test_the_newest_three_stay_and_one_that_is_being_written_is_not_read(
     assert [step for step in range(1, 7) if read(tmp_path, step) is not None] == [4, 5]
 
 
-def test_that_of_the_last_replicated_step_stays_however_many_follow(
-    kept: KeptResidual, tmp_path: Path
-) -> None:
-    for step in range(1, 9):
-        for part in parts_of(step, step):
-            put(kept, part)
-        kept.replicated_step = min(step, 4)
-    assert [step for step in range(1, 9) if read(tmp_path, step) is not None] == [4, 7, 8]
-
-
 def test_what_follows_a_lost_beginning_is_passed_over(kept: KeptResidual, tmp_path: Path) -> None:
     first, last = parts_of(1, 1)
     put(kept, first)
@@ -296,6 +286,26 @@ def test_a_step_without_a_new_residual_has_the_one_that_was_sent(tmp_path: Path)
     assert training.outgoing.sent_step == 2
 
 
+def test_no_residual_takes_the_place_of_one_that_recovery_may_go_back_to(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    found = []
+    for step in range(1, 5):
+        training.commit(step)
+        found += training.send()
+    assert found == [1, 2, 3]  # of step 1 all have heard that it is held, and three have a place
+    training.outgoing.hear(2)
+    assert training.send() == [4]
+
+
+def test_where_nothing_is_replicated_any_more_residuals_go_on(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    found = []
+    for step in range(1, 8):
+        training.commit(step)
+        found += training.send()
+    assert found == [1, 2, 3, 6, 7]
+
+
 def test_a_note_waits_for_its_residual_but_not_for_long(tmp_path: Path) -> None:
     training = Training(tmp_path)
     outgoing = training.outgoing
@@ -318,6 +328,7 @@ def test_a_note_waits_for_its_residual_but_not_for_long(tmp_path: Path) -> None:
     assert not outgoing.holds_back(1)
     training.told.spans.ended()
     training.told.spans.committed()
+    outgoing.hear(3)
     assert training.send() == [1, 5]
     assert not outgoing.holds_back(5)
 
