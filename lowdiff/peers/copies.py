@@ -410,9 +410,8 @@ class ReplicaWard(Ward):
         # In attach a rank may be far behind; a step waits for no one for long.
         patience = _PATIENCE_SECONDS if self.copied_step < 0 else _STALL_SECONDS
         with self._changed:
-            is_told = self._changed.wait_for(
-                lambda: self._told_step >= step or self._is_over, patience
-            )
+            self._changed.wait_for(lambda: self._told_step >= step or self._is_over, patience)
+            is_told = self._told_step == step  # a rank that ended may have told less
             items = dict(self._all)
         if not is_told or not self._waits_for(lambda: not self._is_image_in_use(), patience):
             self._give_up(f"rank {self.rank}, or its replica here, is behind")
