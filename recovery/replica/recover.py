@@ -298,7 +298,13 @@ def _from_other_nodes(
             text = f"step {step}, which rank {saved.maker} saved for all, is passed over: of rank {rank}"
             passed_over[step] = f"{text}, {doubt}"
             continue
-        for source in _whole_image(stage, stage.guest(rank), saved.image):
+        whole = _whole_image(stage, stage.guest(rank), saved.image)
+        if not whole:  # its mark came last, so it was whole once
+            passed_over[step] = (
+                f"step {step}, which rank {saved.maker} saved for all, is passed over: of rank {rank}, what "
+                f"{stage.guest(rank)} holds fails its checksum"
+            )
+        for source in whole:
             found[step] = replace(source, items=items, doubt=doubt)
     return list(found.values())
 
