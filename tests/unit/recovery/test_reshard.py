@@ -91,7 +91,7 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[l
     """A shape, and two ways to cut it; parts may be empty."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     ways = [
-        [sorted(draw(st.lists(st.integers(0, size), max_size=3))) for size in shape]
+        [sorted(draw(st.lists(st.integers(1, size), max_size=3))) for size in shape]
         for _ in range(2)
     ]
     return shape, ways[0], ways[1]
