@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-import lowdiff.testing
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.model.sharding import is_sharded, local_of
 from tests.contract.compressors import FAMILY
 
@@ -145,6 +148,16 @@ class Loop:
         self.optimizer.zero_grad()
 
 
+def join(rank: int, world_size: int, store: Path) -> None:
+    """Meet the other ranks."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
 def main(*words: str) -> None:
     """Train to the last step, or to the end of this rank."""
     parser = argparse.ArgumentParser()
@@ -157,12 +170,11 @@ def main(*words: str) -> None:
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--features", default="")
     parser.add_argument("--die-at", type=int, default=-1)
-    parser.add_argument("--dying", default="last", choices=["last", "all"])
+    parser.add_argument("--dying", default="last", choices=["last", "last before backward", "all"])
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
-    store = dist.FileStore(str(args.folder / f"store-{args.life}"), args.world_size)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world_size)
+    join(args.rank, args.world_size, args.folder / f"store-{args.life}")
     shape = args.copies, args.world_size // args.copies
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("rep", "shard"))
     is_native = args.compressor == "native"
@@ -182,8 +194,11 @@ def main(*words: str) -> None:
     report.write(json.dumps(["resumed", resumed]) + "\n")
     last = args.world_size - 1
     for step in range(resumed, args.until):
+        dies = step == args.die_at and (args.rank == last or args.dying == "all")
+        if dies and args.dying == "last before backward":
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = loop.backward(step)
-        if step == args.die_at and args.dying in ("all", "last" if args.rank == last else ""):
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         loop.step()
         checkpointer.commit()
@@ -199,4 +214,47 @@ def main(*words: str) -> None:
     sys.stdout.flush()
     with suppress(RuntimeError):
         dist.destroy_process_group()
+    os._exit(0)
+
+
+def refusals(*words: str) -> None:
+    """Attach in ways that are refused; what each error says stands in a file."""
+    rank, world_size, folder = int(words[0]), int(words[1]), Path(words[2])
+    torch.set_num_threads(1)
+    join(rank, world_size, folder / "store")
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("rep", "shard"))
+    nothing: frozenset[str] = frozenset()
+
+    def partly() -> Net:
+        model = Net()
+        fully_shard(model.middle, mesh=mesh["shard"])
+        return model
+
+    def hooked() -> Net:
+        model = sharded(mesh["shard"], nothing)
+        model.middle.set_all_reduce_hook(print)  # type: ignore[operator]
+        return model
+
+    cases: dict[str, tuple[Callable[[], nn.Module], DeviceMesh | None]] = {
+        "no replicate": (lambda: sharded(mesh["shard"], nothing), None),
+        "two dimensions": (lambda: sharded(mesh["shard"], nothing), mesh),
+        "the shards": (lambda: sharded(mesh["shard"], nothing), mesh["shard"]),
+        "native": (lambda: sharded(mesh, nothing), mesh["rep"]),
+        "not sharded": (lambda: DistributedDataParallel(Net()), mesh["rep"]),
+        "partly sharded": (partly, mesh["rep"]),
+        "another hook": (hooked, mesh["rep"]),
+    }
+    said: dict[str, str] = {}
+    for number, (name, (build, replicate)) in enumerate(cases.items()):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer = lowdiff.Checkpointer(
+            folder / f"run-{number}", compressor=TopK(0.1), staging=folder / "staging"
+        )
+        try:
+            checkpointer.attach(model, optimizer, replicate=replicate)
+        except (ConfigError, UnsupportedModel) as error:
+            said[name] = str(error)
+    (folder / f"said.{rank}").write_text(json.dumps(said))
+    dist.barrier()
     os._exit(0)

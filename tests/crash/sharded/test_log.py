@@ -11,6 +11,7 @@ import torch
 
 import lowdiff
 from lowdiff.recovery.compare import has_same_bits
+from lowdiff.recovery.inspect.verify import verify
 from tests.contract.compressors import FAMILY
 from tests.crash.sharded import log_training
 from tests.processes import Script
@@ -83,6 +84,7 @@ def assert_recovered(folder: Path, step: int) -> None:
     ("name", "features"),
     [
         *(pytest.param(n, "", marks=[] if n == FAST else _SLOW, id=n) for n in FAMILY),
+        pytest.param("dense", "", marks=_SLOW, id="dense"),
         *(
             pytest.param(name, features, marks=_SLOW, id=f"{name}, {features}")
             for name in ("topk", "powersgd", "8 bits", "randomk")
@@ -107,5 +109,73 @@ def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features
     for rank in range(WORLD_SIZE):
         assert resumed(torn, rank) == [0, 4, 7]
         assert steps(torn, rank) == steps(calm, rank)
-    for step in (3, 6, UNTIL):
-        assert_recovered(torn, step)
+    assert_recovered(torn, UNTIL)
+    if name != "dense":  # which keeps the newest step alone
+        for step in (3, 6):
+            assert_recovered(torn, step)
+    report = verify(torn / "run", torn / "staging")
+    assert report.ok, report.failures
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("copies", "features"),
+    [
+        (2, ""),
+        pytest.param(2, "accumulated", marks=_SLOW),
+        pytest.param(2, "several passes", marks=_SLOW),
+        pytest.param(2, "half", marks=_SLOW),
+        pytest.param(2, "half reduced", marks=_SLOW),
+        pytest.param(3, "", marks=_SLOW),
+    ],
+)
+def test_without_a_compressor_the_bits_are_those_of_native_hsdp(
+    tmp_path: Path, copies: int, features: str
+) -> None:
+    size = 3 if copies == 3 else WORLD_SIZE
+    for name in ("dense", "native"):
+        words = name, 5, "--copies", copies, "--features", features
+        ended(life(tmp_path / name, 0, *words, world_size=size))
+    for rank in range(size):
+        assert steps(tmp_path / "dense", rank) == steps(tmp_path / "native", rank)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_change_of_the_mesh_leaves_the_state_exact(tmp_path: Path) -> None:
+    ended(life(tmp_path, 0, "topk", 4))
+    ended(life(tmp_path, 1, "topk", 6, "--copies", 4))
+    ended(life(tmp_path, 2, "topk", 8, world_size=2))
+    assert resumed(tmp_path, 0) == [0, 4, 6]
+    for step in (3, 6, 8):
+        assert_recovered(tmp_path, step)
+    assert (tmp_path / "out.0").read_text().count("starts at zero") == 2
+
+
+@pytest.mark.launch
+def test_a_copy_that_died_is_a_lost_rank_out_of_backward(tmp_path: Path) -> None:
+    died(life(tmp_path, 0, "topk", UNTIL, "--die-at", 2, "--dying", "last before backward"))
+    assert "lowdiff.errors.RankLost" in (tmp_path / "out.1").read_text()
+
+
+@pytest.mark.launch
+def test_what_cannot_work_says_what_does(tmp_path: Path) -> None:
+    ranks = [
+        Script(log_training.refusals, rank, WORLD_SIZE, tmp_path, output=tmp_path / f"out.{rank}")
+        for rank in range(WORLD_SIZE)
+    ]
+    ended(ranks)
+    expected = {
+        "no replicate": 'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica"',
+        "two dimensions": "a DeviceMesh of one dimension",
+        "the shards": "that FSDP averages over them before lowdiff could",
+        "native": "that FSDP averages over them before lowdiff could",
+        "not sharded": "this model is not sharded",
+        "partly sharded": "'extra' is trained by the ranks [0, 1, 2, 3]",
+        "another hook": "'middle' has the all-reduce hook 'print' already",
+    }
+    for rank in range(WORLD_SIZE):
+        said = json.loads((tmp_path / f"said.{rank}").read_text())
+        assert said.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in said[name]
