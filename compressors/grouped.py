@@ -2,7 +2,8 @@
 
 A compressor knows one layout, and one group of ranks that all train the whole of it. Here its numbers are
 translated: outside, entries are numbered as in the layout of the run; inside, as in the part of one replica
-group. Payloads hold the numbers of the part.
+group. Payloads hold the numbers of the part. `Dense` needs none of it: it reads what optimizers consume,
+whoever averaged that, and numbers entries as the run does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from lowdiff.compressors.dense import Dense
 from lowdiff.core.layout import Part, replica_groups
 from lowdiff.protocols import Compressor, Decoder, Reducer
 from lowdiff.types import Block, Layout, Payload
@@ -67,7 +69,7 @@ def decoder_of(compressor: Compressor, payloads: Sequence[Payload], layout: Layo
         ReplayMismatch: If the payloads do not fit the layout.
     """
     groups = replica_groups(layout)
-    if len(groups) == 1:
+    if len(groups) == 1 or isinstance(compressor, Dense):
         return compressor.decoder(payloads, layout)
     place_of: dict[int, tuple[Decoder, int]] = {}
     for ranks, part in groups.items():

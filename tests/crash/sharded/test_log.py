@@ -149,7 +149,8 @@ def test_a_change_of_the_mesh_leaves_the_state_exact(tmp_path: Path) -> None:
     assert resumed(tmp_path, 0) == [0, 4, 6]
     for step in (3, 6, 8):
         assert_recovered(tmp_path, step)
-    assert (tmp_path / "out.0").read_text().count("starts at zero") == 2
+    # The last two have one shard each, and ranks that join or leave it go on with the mean.
+    assert (tmp_path / "out.0").read_text().count("starts at zero") == 1
 
 
 @pytest.mark.launch
