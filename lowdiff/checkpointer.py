@@ -280,8 +280,8 @@ class Checkpointer:
 
         Call it on every rank, after wrapping the model in DDP, or sharding it by ``fully_shard``, and
         building optimizer and scheduler, before the first backward pass. Registers DDP's communication
-        hook, or FSDP's all-reduce hook, and hooks around ``optimizer.step``. On return the base of the run is durable, and in the store if
-        there is one and it answers.
+        hook, or FSDP's all-reduce hook, and hooks around ``optimizer.step``. On return the base of the
+        run is durable, and in the store if there is one and it answers.
 
         Args:
             model: The model, in ``DistributedDataParallel`` or sharded by ``fully_shard`` if there are

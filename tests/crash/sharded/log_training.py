@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError, UnsupportedModel
+from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
 from lowdiff.model.sharding import is_sharded, local_of
 from tests.contract.compressors import FAMILY
 
@@ -256,5 +256,47 @@ def refusals(*words: str) -> None:
         except (ConfigError, UnsupportedModel) as error:
             said[name] = str(error)
     (folder / f"said.{rank}").write_text(json.dumps(said))
+    dist.barrier()
+    os._exit(0)
+
+
+def endings(*words: str) -> None:
+    """Train beside a Checkpointer that has let go, and without any; what comes of it stands in a file."""
+    rank, world_size, folder = int(words[0]), int(words[1]), Path(words[2])
+    torch.set_num_threads(1)
+    join(rank, world_size, folder / "store")
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("rep", "shard"))
+    loop = Loop(sharded(mesh["shard"], frozenset()), rank, frozenset())
+
+    def attached(run: str) -> lowdiff.Checkpointer:
+        made = lowdiff.Checkpointer(
+            folder / run, compressor=TopK(0.1), staging=folder / "staging", residual="snapshot"
+        )
+        made.attach(loop.model, loop.optimizer, replicate=mesh["rep"])
+        return made
+
+    def failure(step: int) -> list[str]:
+        try:
+            loop.backward(step)
+        except (UnsupportedModel, UsageError) as error:
+            return [type(error).__name__, str(error)]
+        return []
+
+    first = attached("first")
+    loop.backward(0)
+    loop.step()
+    first.commit()
+    first.detach()
+    loop.backward(1)
+    loop.step()
+    found: dict[str, Any] = {"detached": digest(list(loop.model.parameters()))}
+    attached("second").close()
+    found["closed"] = failure(2)
+    # A fresh model: FSDP does not go on after a backward pass that failed.
+    loop = Loop(sharded(mesh["shard"], frozenset()), rank, frozenset({"partly used"}))
+    attached("third")
+    loop.model.set_reduce_scatter_unused_params(False)  # type: ignore[operator]
+    found["partly used"] = failure(1)
+    (folder / f"found.{rank}").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)

@@ -109,6 +109,8 @@ def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features
     for rank in range(WORLD_SIZE):
         assert resumed(torn, rank) == [0, 4, 7]
         assert steps(torn, rank) == steps(calm, rank)
+        # Else gradients would not lie where they were exchanged, and be stored whole.
+        assert "was changed between its exchange" not in (calm / f"out.{rank}").read_text()
     assert_recovered(torn, UNTIL)
     if name != "dense":  # which keeps the newest step alone
         for step in (3, 6):
@@ -180,3 +182,20 @@ def test_what_cannot_work_says_what_does(tmp_path: Path) -> None:
         assert said.keys() == expected.keys()
         for name, text in expected.items():
             assert text in said[name]
+
+
+@pytest.mark.launch
+def test_copies_are_averaged_or_nobody_trains(tmp_path: Path) -> None:
+    ranks = [
+        Script(log_training.endings, rank, WORLD_SIZE, tmp_path, output=tmp_path / f"out.{rank}")
+        for rank in range(WORLD_SIZE)
+    ]
+    ended(ranks)
+    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    for shard in (0, 1):
+        assert found[shard]["detached"] == found[shard + 2]["detached"], "copies are the same"
+    for of_rank in found:
+        assert of_rank["closed"][0] == "UsageError"
+        assert "outside the life of its Checkpointer" in of_rank["closed"][1]
+        assert of_rank["partly used"][0] == "UnsupportedModel"
+        assert "some got no gradient" in of_rank["partly used"][1]
