@@ -150,16 +150,20 @@ class HookState:
             raise failure
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        if self._reducer is not None and buffer.layout != torch.strided:
+        self._refuse_closed()
+        if self._reducer is None:
+            return self.exchange((), (), bucket.buffer())
+        if bucket.buffer().layout != torch.strided:
             raise UnsupportedModel(
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "
                 "sparse=False"
             )
-        gradients = (
-            [] if self._reducer is None else [flat(gradient) for gradient in bucket.gradients()]
-        )
-        return self.exchange(bucket.parameters(), gradients, buffer)
+        gradients = [flat(gradient) for gradient in bucket.gradients()]
+        return self.exchange(bucket.parameters(), gradients, bucket.buffer())
+
+    def _refuse_closed(self) -> None:
+        if self._reducer is None and self._average is None:
+            raise UsageError(self._why_closed)
 
     def exchange(
         self,
@@ -180,9 +184,9 @@ class HookState:
         Raises:
             UsageError: If no Checkpointer is attached.
         """
+        self._refuse_closed()
         if self._reducer is None:
-            if self._average is None:
-                raise UsageError(self._why_closed)
+            assert self._average is not None
             return self._average(buffer)
         try:
             indices = [self._index_of[id(parameter)] for parameter in parameters]
