@@ -278,14 +278,14 @@ class Checkpointer:
     ) -> int:
         """Take charge of a model and its optimizers; restore them if the run has history.
 
-        Call it on every rank, after wrapping the model in DDP, or sharding it by ``fully_shard``, and
-        building optimizer and scheduler, before the first backward pass. Registers DDP's communication
-        hook, or FSDP's all-reduce hook, and hooks around ``optimizer.step``. On return the base of the
-        run is durable, and in the store if there is one and it answers.
+        Call it on every rank, after wrapping the model in DDP or sharding it, and building optimizer
+        and scheduler, before the first backward pass. Registers DDP's communication hook, or FSDP's
+        all-reduce hook, and hooks around ``optimizer.step``. On return the base of the run is durable,
+        and in the store if there is one and it answers.
 
         Args:
-            model: The model, in ``DistributedDataParallel`` or sharded by ``fully_shard`` if there are
-                several processes.
+            model: The model; if there are several processes, in ``DistributedDataParallel``, or with
+                parameters that are sharded over all of them (docs/sharded.md).
             optimizer: The optimizer, or all of them.
             replicate: Where the copies of a sharded model are: the dimension of a 2-D mesh whose ranks hold
                 the same shards. The model is sharded over the other one alone,

@@ -12,6 +12,7 @@ from crc32c import crc32c
 
 from lowdiff.core.layout import byte_view, dtype_name, shaped
 from lowdiff.persistence.format.image import (
+    METADATA,
     OPTIMIZER,
     PARAMETER,
     SCALARS,
@@ -128,13 +129,16 @@ def shard_images(state: RecoveredState) -> list[ImageTensor]:
 
 
 def write_image(
-    file: IO[bytes], tensors: Mapping[str, Callable[[], torch.Tensor]]
+    file: IO[bytes],
+    tensors: Mapping[str, Callable[[], torch.Tensor]],
+    metadata: Mapping[str, str] = METADATA,
 ) -> tuple[int, int, tuple[int, ...]]:
     """Write an image, and hold no more of it than a tensor that is made and a piece of its bytes.
 
     Args:
         file: Open for writing, and empty.
         tensors: By name, what makes each of them; called twice.
+        metadata: What the file says of itself.
 
     Returns:
         Length in bytes and CRC-32C, and the CRC-32C of each part as a manifest has them.
@@ -142,7 +146,7 @@ def write_image(
     entries = [_entry(name, make()) for name, make in tensors.items()]
     # Widest items first keeps every tensor aligned to its own size.
     entries.sort(key=lambda entry: (-entry.item_bytes, entry.name))
-    header, size, checksum = memoryview(image_header(entries)), 0, 0
+    header, size, checksum = memoryview(image_header(entries, metadata)), 0, 0
     sums = PartSums(len(header), entries)
     pieces = chain.from_iterable(_pieces(tensors[entry.name]()) for entry in entries)
     for piece in chain([header], pieces):

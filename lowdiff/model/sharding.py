@@ -47,6 +47,20 @@ def sharded_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def add_up(parameter: torch.Tensor) -> None:
+    """Give a parameter its gradient as it is placed itself: with sequence parallelism ranks hold addends.
+
+    An optimizer would add them up in each of its operations, and read the same values. All ranks of its mesh
+    call this for the same parameters in the same order.
+    """
+    gradient = parameter.grad
+    if gradient is None or not (is_sharded(parameter) and is_sharded(gradient)):
+        return
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if gradient.placements != placements:  # type: ignore[attr-defined]
+        parameter.grad = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+
+
 def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
     """Describe what this rank trains of a parameter; it lies at offset 0.
 

@@ -13,7 +13,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
-from lowdiff.model.sharding import is_sharded
+from lowdiff.model.sharding import add_up, is_sharded
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
@@ -126,6 +126,10 @@ class RecordedGradients(Gradients):
     def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
         """See `Gradients.consume`."""
         self._tell_of_kept(optimizer, step)
+        if self._is_sharded:
+            for i, parameter in self._attached.parameters.items():
+                if self._attached.owner[i] == optimizer:
+                    add_up(parameter)
         gradients = self._attached.gradients(optimizer)
         if self._hook is not None:
             there = {i: g for i, g in enumerate(gradients) if g is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -169,9 +169,13 @@ def manifest_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
-def image_header(tensors: Sequence[ImageEntry]) -> bytes:
+#: What a safetensors file says of itself.
+METADATA: Mapping[str, str] = {"format": "pt", "writer": "lowdiff"}
+
+
+def image_header(tensors: Sequence[ImageEntry], metadata: Mapping[str, str] = METADATA) -> bytes:
     """Safetensors header for tensors that follow each other without holes, in this order."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "lowdiff"}}
+    entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for tensor in tensors:
         entries[tensor.name] = {

@@ -31,6 +31,8 @@ _LIFE = re.compile("[0-9a-f]{32}")
 _RUNS_NAMED = 5
 #: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
 _PRECISIONS = ("highest", "high", "medium", "")
+#: What documents of before there were shards lack.
+_OF_WHOLE_TENSORS: Mapping[str, Any] = {"tensor": "", "whole_shape": [], "ranks": []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
 
 def _fence(document: dict[str, Any]) -> Fence:
     layout = _layout(document.pop("layout"))
-    frozen_shards = _layout(document.pop("frozen_shards"))
+    frozen_shards = _layout(document.pop("frozen_shards", {"parameters": []}))
     optimizers = tuple(
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
@@ -280,6 +282,7 @@ def _layout(document: dict[str, Any]) -> Layout:
 
 
 def _parameter(document: dict[str, Any]) -> ParameterSpec:
+    document = {**_OF_WHOLE_TENSORS, **document}
     check_types(ParameterSpec, document)
     return ParameterSpec(
         name=document["name"],

@@ -12,13 +12,12 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
+from lowdiff.recovery.images import holds, write_image
 from lowdiff.recovery.inspect.branch import new_directory
 from lowdiff.recovery.state import RecoveredState
 
@@ -116,30 +115,23 @@ def _document(state: RecoveredState) -> dict[str, Any]:
 
 
 def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    left_out = []
-    for name, tensor in state.model_state_dict().items():
-        if not isinstance(tensor, torch.Tensor):
-            left_out.append(name)
-            continue
-        # safetensors refuses strided tensors, and those that share memory.
-        whole = tensor.contiguous()
-        tensors[name] = whole.clone() if whole.data_ptr() in seen else whole
-        seen.add(whole.data_ptr())
-    try:
-        # Its save_file would give the file a mode and a temporary name of its own.
-        data = save(tensors, {"format": "pt", "lowdiff_step": str(state.step)})
-    except (SafetensorError, KeyError, ValueError) as error:
+    named = state.model_state_dict()
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    left_out = [name for name in named if name not in tensors]
+    other = next((t.dtype for t in tensors.values() if not holds(t.dtype)), None)
+    if other is not None:
         raise ConfigError(
-            f"the model has no safetensors form ({error}); give a name ending in .pt"
-        ) from error
+            f"the model has no safetensors form, for it has {other}; give a name ending in .pt"
+        )
     if left_out:
         Code.EXTRA_STATES_LEFT_OUT.warn(
             "a .safetensors file holds nothing but tensors, and lacks these extra states: "
             f"{', '.join(left_out)}; give a name ending in .pt to have them",
         )
-    return lambda file: file.write(data)
+    # Not by safetensors itself, which puts the whole file together in memory.
+    made = {name: partial(torch.Tensor.contiguous, tensor) for name, tensor in tensors.items()}
+    metadata = {"format": "pt", "lowdiff_step": str(state.step)}
+    return lambda file: write_image(file, made, metadata)
 
 
 def _plain(value: Any, where: str) -> Any:

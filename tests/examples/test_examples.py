@@ -169,3 +169,17 @@ def test_every_example_is_short_and_in_the_list() -> None:
     assert listed == present
     for name in present:
         assert len((EXAMPLES / name).read_text().splitlines()) < 120, name
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sharded_run_goes_on_with_more_processes(tmp_path: Path) -> None:
+    said = []
+    for processes, steps in ((2, 110), (3, 220)):
+        words = ["--standalone", f"--nproc-per-node={processes}", str(EXAMPLES / "fsdp2_gpt.py")]
+        words += [str(tmp_path / "run"), f"--steps={steps}", f"--staging={tmp_path / 'staging'}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        said.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert re.findall(r"step (\d+),", said[0]) == ["100"]
+    assert re.findall(r"step (\d+),", said[1]) == ["200"]

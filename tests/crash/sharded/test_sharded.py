@@ -11,12 +11,16 @@ import torch
 
 import lowdiff
 from lowdiff.recovery.compare import has_same_bits
-from tests.crash.sharded import training
+from lowdiff.recovery.inspect.export import export
+from tests.crash.sharded import loading, training
 from tests.processes import Script
+from tests.unit.cli.commands import Command, command
+
+__all__ = ["command"]
 
 UNTIL, DIES_AT = 9, 6
 _SLOW = pytest.mark.slow
-_WORLDS = {"even": 2, "uneven": 2, "tp": 2, "hsdp": 4, "fsdp+tp": 4}
+_WORLDS = {"even": 2, "uneven": 2, "tp": 2, "sp": 2, "hsdp": 4, "fsdp+tp": 4}
 
 
 def life(folder: Path, number: int, kind: str, *words: object, world_size: int = 0) -> list[Script]:
@@ -61,7 +65,7 @@ def steps(folder: Path, rank: int) -> dict[int, list[Any]]:
         ),
         *(
             pytest.param("even", "fused", feature, marks=_SLOW)
-            for feature in ("accumulated", "half", "checkpointed", "compiled", "frozen")
+            for feature in ("accumulated", "half", "checkpointed", "compiled", "frozen", "scaled")
         ),
         pytest.param("hsdp", "loop", "accumulated,half,frozen,ema", marks=_SLOW),
     ],
@@ -126,3 +130,32 @@ def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
 def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
     assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_an_export_loads_into_a_sharded_model(tmp_path: Path) -> None:
+    ended(life(tmp_path, 0, "uneven", "fused", 2))
+    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    export(state, tmp_path / "exported")
+    ranks = [
+        Script(loading.main, rank, 3, tmp_path, "uneven", output=tmp_path / f"loaded.{rank}")
+        for rank in range(3)
+    ]
+    ended(ranks)
+    assert [rank.printed().splitlines()[-1] for rank in ranks] == ["same: True"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_what_looks_at_a_run_takes_a_sharded_one(tmp_path: Path, command: Command) -> None:
+    ended(life(tmp_path, 0, "uneven", "fused", 9))
+    run, staging = str(tmp_path / "run"), str(tmp_path / "staging")
+    for name in ("inspect", "verify", "timeline"):
+        found = command(name, run, "--staging", staging)
+        assert found.code == 0, found
+    (tmp_path / "branched").mkdir()
+    branch = str(tmp_path / "branched" / "run")
+    assert command("recover", run, "--as-run", branch, "--staging", staging).code == 0
+    ended(life(tmp_path / "branched", 0, "uneven", "fused", 12, world_size=3))
+    assert lines(tmp_path / "branched", 0)[0] == ["resumed", 9]

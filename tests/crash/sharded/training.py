@@ -19,15 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +55,12 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(_IN, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, _OUT)
     )
+    if kind == "sp":
+        model = nn.Sequential(nn.LayerNorm(_IN), nn.Linear(_IN, width), nn.Linear(width, _OUT))
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        ends = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel()
+        parallelize_module(model, mesh, {"0": SequenceParallel(), "1": ends[0], "2": ends[1]})
+        return model
     if "frozen" in features:
         model[2].weight.requires_grad_(False)
     if kind == "single":
@@ -85,8 +93,10 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
 
 def batch(kind: str, step: int, micro: int, rank: int) -> torch.Tensor:
     """Data of a step; ranks that train one replica of the model together have the same."""
-    replica = {"tp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
+    replica = {"tp": 0, "sp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + replica)
+    if kind == "sp":  # each rank has its part of the sequence
+        return torch.randn(2, _ROWS, _IN, generator=generator)[:, 2 * rank : 2 * rank + 2]
     return torch.randn(_ROWS, _IN, generator=generator)
 
 
@@ -144,14 +154,21 @@ class Ema:
             value.copy_(known)
 
 
-def backward(model: nn.Module, kind: str, step: int, rank: int, features: frozenset[str]) -> float:
+def backward(
+    model: nn.Module,
+    scaler: GradScaler,
+    kind: str,
+    step: int,
+    rank: int,
+    features: frozenset[str],
+) -> float:
     """Run the step's backward passes; the last loss."""
     micros = 3 if "accumulated" in features else 1
     for micro in range(micros):
         if micros > 1:
             model.set_requires_gradient_sync(micro == micros - 1)  # type: ignore[operator]
         loss: torch.Tensor = model(batch(kind, step, micro, rank)).float().square().mean()
-        loss.backward()
+        scaler.scale(loss).backward()
     return loss.item()
 
 
@@ -176,7 +193,8 @@ def main(*words: str) -> None:
     model = build(args.kind, args.world_size, features)
     optimizer = OPTIMIZERS[args.optimizer]([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    objects: dict[str, Any] = {"scheduler": scheduler}
+    scaler = GradScaler("cpu", enabled="scaled" in features, growth_interval=3)
+    objects: dict[str, Any] = {"scheduler": scheduler, "scaler": scaler}
     if "ema" in features:
         objects["ema"] = Ema(model)
     checkpointer = lowdiff.Checkpointer(
@@ -189,11 +207,16 @@ def main(*words: str) -> None:
     report.write(json.dumps(["resumed", checkpointer.attach(model, optimizer, **objects)]) + "\n")
     for step in checkpointer.steps(args.until):
         optimizer.zero_grad()
-        loss = backward(model, args.kind, step, args.rank, features)
+        loss = backward(model, scaler, args.kind, step, args.rank, features)
+        if step == 2 and "scaled" in features:  # a step that is skipped
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if step == args.die_at and args.rank == args.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
         if "ema" in features:
             objects["ema"].update()

@@ -181,7 +181,7 @@ def test_models_that_cannot_be_laid_out(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"dtype torch\.complex64; supported are"):
         attach(tmp_path, complex_model, torch.optim.SGD(complex_model.parameters(), lr=0.1))
     sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)
-    with pytest.raises(UnsupportedModel, match="wrap the model in DistributedDataParallel"):
+    with pytest.raises(UnsupportedModel, match="wrap it in DistributedDataParallel"):
         attach(tmp_path, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
     model = small_model()
     next(model.children()).to("meta")  # as a part of a model on another accelerator would be

@@ -120,7 +120,7 @@ class Live:
         self.optimizer.step()
         done = OptimizerStep(stepped=True, consumed=consumed)
         items = {"stateful/count": encode(number)}
-        digests = tuple(checksum(parameter) for parameter in self._attached.parameters)
+        digests = tuple(checksum(parameter) for parameter in self._attached.parameters.values())
         differential = Differential(
             number, 0, 0, 1, (done,), (), (), payload, items, digests=digests
         )
