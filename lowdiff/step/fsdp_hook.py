@@ -75,9 +75,11 @@ class GroupHook:
         gradients = _views(wide, members)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter.grad is not None:
-                # Of an earlier backward pass: as in DDP, the last exchange replaces it.
-                gradient.add_(flat(local_of(parameter.grad)))
-                parameter.grad = None
+                # Of an earlier backward pass: as in DDP, the last exchange replaces it. FSDP adds what it
+                # gets, and to -0.0 that is the sum's own bits.
+                earlier = flat(local_of(parameter.grad))
+                gradient.add_(earlier)
+                earlier.fill_(-0.0)
         self._state.exchange(parameters, gradients, wide).wait()
         if wide is not buffer:
             self._narrow = None if buffer.is_cpu else buffer.detach()
