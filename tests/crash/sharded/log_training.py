@@ -171,6 +171,7 @@ def main(*words: str) -> None:
     parser.add_argument("--features", default="")
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--dying", default="last", choices=["last", "last before backward", "all"])
+    parser.add_argument("--residual", default="exact")
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
@@ -185,6 +186,7 @@ def main(*words: str) -> None:
         snapshot_every=4,
         batch_size=2,
         retention=None,
+        residual=args.residual,
         staging=args.folder / "staging",
     )
     resumed = checkpointer.attach(

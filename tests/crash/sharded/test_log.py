@@ -155,6 +155,18 @@ def test_a_change_of_the_mesh_leaves_the_state_exact(tmp_path: Path) -> None:
     assert (tmp_path / "out.0").read_text().count("starts at zero") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.launch
+def test_the_residual_of_a_snapshot_goes_on_with_an_exact_state(tmp_path: Path) -> None:
+    words = "topk", 8, "--residual", "snapshot"
+    died(life(tmp_path, 0, *words, "--die-at", 6, "--dying", "all"))
+    ended(life(tmp_path, 1, *words))
+    assert resumed(tmp_path, 0) == [0, 6]
+    assert "that of snapshot 4" in (tmp_path / "out.0").read_text()
+    for step in (5, 8):
+        assert_recovered(tmp_path, step)
+
+
 @pytest.mark.launch
 def test_a_copy_that_died_is_a_lost_rank_out_of_backward(tmp_path: Path) -> None:
     died(life(tmp_path, 0, "topk", UNTIL, "--die-at", 2, "--dying", "last before backward"))
