@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,18 +30,24 @@ from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
-from lowdiff.model.binding import bare_optimizers, describe, of_all_ranks
+from lowdiff.model.binding import Attached, bare_optimizers, describe, of_all_ranks
 from lowdiff.model.items import Stateful
+from lowdiff.model.ranks import Ranks
+from lowdiff.model.replicas import replicas_of
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.writer.handle import WaitingWriter
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
-from lowdiff.step.ddp_hook import HookState, registered
+from lowdiff.step.ddp_hook import Average, HookState, registered
+from lowdiff.step.fsdp_hook import average_as_hsdp, register_group_hooks
 from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Retention, whole_number
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def stats_of(opened: Opened) -> dict[str, Any]:
@@ -251,6 +258,8 @@ class Checkpointer:
         self.hook_state = HookState()
         self._state = LoopState()
         self._opened: Opened | None = None
+        #: How the hook averages where no compressor does.
+        self._average: Average | None = None
         self._is_of_parent = False
         self._loop: TrainingLoop | None = None
         self._detached: DetachedLoop | None = None
@@ -266,6 +275,7 @@ class Checkpointer:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        replicate: DeviceMesh | None = None,
         restore: str = "all",
         step: int | None = None,
         **stateful: Stateful,
@@ -273,14 +283,22 @@ class Checkpointer:
         """Take charge of a model and its optimizers; restore them if the run has history.
 
         Call it on every rank, after wrapping the model in DDP or sharding it, and building optimizer
-        and scheduler, before the first backward pass. Registers DDP's communication hook and hooks
-        around ``optimizer.step``. On return the base of the run is durable, and in the store if
-        there is one and it answers.
+        and scheduler, before the first backward pass. Registers DDP's communication hook, or FSDP's
+        all-reduce hook, and hooks around ``optimizer.step``. On return the base of the run is durable,
+        and in the store if there is one and it answers.
 
         Args:
             model: The model; if there are several processes, in ``DistributedDataParallel``, or with
                 parameters that are sharded over all of them (docs/sharded.md).
             optimizer: The optimizer, or all of them.
+            replicate: Where the copies of a sharded model are: the dimension of a 2-D mesh whose ranks hold
+                the same shards. The model is sharded over the other one alone,
+                ``fully_shard(module, mesh=mesh["shard"])``, and lowdiff averages gradients over
+                ``replicate=mesh["rep"]``, through its compressor if it has one. Error feedback then takes
+                the shard's size, in the parameters' dtype. Without a compressor the result has the bits of
+                native HSDP. With one, parameters that a backward pass does not use get zeros as gradients
+                where PyTorch can do that (``set_reduce_scatter_unused_params``), and must all be used where
+                it cannot. Needs PyTorch 2.7.
             restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0;
                 ``"none"`` starts afresh and leaves the history behind.
             step: Restore this step instead of the newest; later ones become void.
@@ -315,17 +333,20 @@ class Checkpointer:
             with ranks.together():
                 self._close_earlier()
                 refuse_foreign_descriptor()
-                if attached.ddp is not None:
-                    self.hook_state = registered(attached.ddp, self.hook_state)
+                attached = self._hooked(attached, replicate, ranks)
             for loader in self._loaders.values():
                 if isinstance(loader, ResumableLoader):
                     loader.share(ranks.rank, ranks.world_size)
             objects = {**self._loaders, **stateful, LOOP_STATE: self._state}
+            is_hooked = attached.replicas is not None or (
+                attached.ddp is not None and ranks.world_size > 1
+            )
             opened = open_session(
                 self._settings,
                 attached,
                 objects,
                 ranks,
+                self.hook_state if is_hooked else None,
                 restore=restore,
                 step=step,
                 waiting=_in_place.get(),
@@ -333,9 +354,14 @@ class Checkpointer:
         self._opened, self._detached = opened, None
         _attached[self._key] = self
         try:
-            exchanges = None if opened.copies is None else opened.copies.spans
+            self._average = self._average_of(attached, ranks)
+            averages = attached.replicas is not None and not self._settings.logs_steps
             self.hook_state.open(
-                self._session.recorder.reducer, [*attached.parameters.values()], exchanges
+                self._session.recorder.reducer,
+                [*attached.parameters.values()],
+                indices=[*attached.parameters],
+                average=self._average if averages else None,
+                exchanges=None if opened.copies is None else opened.copies.spans,
             )
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
@@ -626,11 +652,38 @@ class Checkpointer:
             with suppress(Exception):  # what went wrong before says more
                 self._final_stats = self.stats()
             if detaches:
-                compressor = self._settings.compressor
-                is_reproducible = isinstance(compressor, Dense) and compressor.reproducible
-                group = opened.ranks.training_group
-                self.hook_state.detach(partial(mean, group=group, reproducible=is_reproducible))
+                assert self._average is not None
+                self.hook_state.detach(self._average)
             self._let_go(opened)
+
+    def _hooked(self, attached: Attached, replicate: DeviceMesh | None, ranks: Ranks) -> Attached:
+        """Register the hook in which gradients are averaged over ranks.
+
+        Raises:
+            ConfigError: If ``replicate`` does not say where the copies of this model are.
+            UnsupportedModel: If FSDP calls no hook for a parameter.
+        """
+        if attached.ddp is not None:
+            self.hook_state = registered(attached.ddp, self.hook_state)
+        if replicate is None:
+            return attached
+        layout, parameters = attached.layout, attached.parameters
+        replicas = replicas_of(replicate, layout, parameters, ranks.rank)
+        register_group_hooks(
+            attached.model,
+            parameters,
+            lambda index: layout.parameters[index].tensor,
+            self.hook_state,
+            compresses=self._settings.logs_steps,
+        )
+        return replace(attached, replicas=replicas)
+
+    def _average_of(self, attached: Attached, ranks: Ranks) -> Average:
+        compressor = self._settings.compressor
+        is_reproducible = isinstance(compressor, Dense) and compressor.reproducible
+        if attached.replicas is None:
+            return partial(mean, group=ranks.training_group, reproducible=is_reproducible)
+        return partial(average_as_hsdp, group=attached.replicas.group, reproducible=is_reproducible)
 
     @property
     def _key(self) -> str:

@@ -101,6 +101,8 @@ def resharded(
         optimizers=[OptimizerState(o.groups, {}) for o in state.optimizers],
         averages={name: {} for name in state.averages},
         held=_held(state, layout),
+        # What a rank owes belongs to the shards that it had.
+        residuals=[{} for _ in state.residuals],
     )
     for tensor, targets in new.items():
         sources = old.get(tensor, [])

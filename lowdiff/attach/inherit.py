@@ -8,7 +8,8 @@ import torch
 
 from lowdiff.compressors import from_settings
 from lowdiff.core.events import Code
-from lowdiff.core.layout import shares_of, torch_dtype
+from lowdiff.core.layout import shares_of, torch_dtype, trained_by
+from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.codec import Codec
@@ -28,13 +29,26 @@ _MOST_STEPS_BACK = 100
 
 
 def inherit_residual(
-    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
+    settings: Settings, catalog: Catalog, state: RecoveredState, attached: Attached, ranks: Ranks
 ) -> None:
     """Leave, of a recovered state's residuals, the one that this rank goes on with.
 
     With another world size that is the mean over the old ranks: each rank makes that of its share, and
-    all exchange them. What another compressor left is taken over where its name and size fit.
+    all exchange them. What another compressor left is taken over where its name and size fit. Where
+    shards are divided otherwise, error feedback starts at zero.
     """
+    layout, before = attached.layout, state.fence.layout
+    if layout != before and any(
+        s.ranks or s.is_shard for s in layout.parameters + before.parameters
+    ):
+        if ranks.rank == 0 and state.step > 0 and _kept(state.fence, 0).parameters:
+            Code.RESIDUAL_OF_SNAPSHOT.warn(
+                f"the error-feedback residual of step {state.step} is that of other shards, and starts at "
+                "zero: the state is exact, the continuation is not bit-identical",
+                rank=ranks.rank,
+            )
+        state.residuals = [{}]
+        return
     old_ranks = len(state.items)  # not those of the snapshot, which may be of an earlier life
     began: dict[str, torch.Tensor] = {}
     is_of_base = len(state.residuals) == old_ranks
@@ -54,7 +68,7 @@ def inherit_residual(
         mine = {layout.parameters[i].name for i in shares_of(layout, ranks.world_size)[ranks.rank]}
         names = {spec.name for spec in layout.parameters}
         inherited: dict[str, torch.Tensor] = {}
-        for spec in settings.compressor.residual_layout(layout).parameters:
+        for spec in settings.compressor.residual_layout(attached.exchanged).parameters:
             owed = [residual[spec.name] for residual in found if spec.name in residual]
             is_fit = all(
                 r.numel() == spec.numel and r.dtype == torch_dtype(spec.dtype) for r in owed
@@ -79,14 +93,14 @@ def _residual_of(
     older; training then continues from the exact state with a slightly different error feedback,
     and says so.
     """
-    had_one = any(state.residuals) or bool(_kept(state.fence).parameters)
+    had_one = any(state.residuals) or bool(_kept(state.fence, rank).parameters)
     # A life that begins takes the residual over, and the memory of the one before it goes; if it
     # dies in attach, it may have none yet. So it may be any of those that begin at this step.
     lives = [span for span in spans_of(catalog) if span.holds(state.step)]
     for life in reversed([span for span in lives if span.incarnation >= state.fence.incarnation]):
         # With another number of ranks it began with the mean, the same on each.
         number, holder = life.incarnation, rank % life.world_size
-        kept = _kept(catalog.incarnations[number])
+        kept = _kept(catalog.incarnations[number], holder)
         if not kept.parameters:
             continue
         own = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
@@ -146,9 +160,9 @@ def _marks(
             yield step, mark
 
 
-def _kept(fence: Fence) -> Layout:
-    """Return the layout of the residual that the reducers of an incarnation kept."""
-    return compressor_of(fence).residual_layout(fence.layout)
+def _kept(fence: Fence, rank: int) -> Layout:
+    """Return the layout of the residual that the reducer of a rank of an incarnation kept."""
+    return compressor_of(fence).residual_layout(trained_by(fence.layout, rank).layout)
 
 
 def compressor_of(fence: Fence) -> Compressor:

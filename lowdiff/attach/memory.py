@@ -207,13 +207,14 @@ def _need(
         chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
         log_bytes = (_QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS) * chunk_bytes
         return StagingNeed(0, share, log_bytes, _LEAST_CHUNKS * chunk_bytes, 2 * share), chunk_bytes
-    kept = settings.compressor.residual_layout(attached.layout).parameters
+    kept = settings.compressor.residual_layout(attached.exchanged).parameters
     staged = () if settings.residual == "snapshot" else kept
-    chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    own_bytes = sum(spec.nbytes for spec in attached.exchanged.parameters)
+    chunk_bytes = min(max(own_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     need = StagingNeed(
         residual_bytes=NUM_SLOTS * sum(spec.nbytes for spec in staged),
-        snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
-        log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
+        snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + own_bytes + items,
+        log_bytes=4 * own_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
     )
     return need, chunk_bytes

@@ -36,6 +36,7 @@ from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.compressors.grouped import GroupedReducer
 from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
@@ -65,6 +66,7 @@ from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.writer.handle import WaitingWriter, WriterProcess
+from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import (
     is_registered,
     refuse_what_a_replica_lacks,
@@ -73,7 +75,7 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
-from lowdiff.step.ddp_hook import hook_of
+from lowdiff.step.ddp_hook import HookState
 from lowdiff.step.gradients import Gradients, RecordedGradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
@@ -169,12 +171,23 @@ def open_session(
     attached: Attached,
     stateful: Mapping[str, Stateful],
     ranks: Ranks,
+    hook: HookState | None,
     *,
     restore: str,
     step: int | None,
     waiting: WaitingWriter | None = None,
 ) -> Opened:
     """Begin an incarnation on every rank together; with a writer that waits for it, if there is one.
+
+    Args:
+        settings: Of the run.
+        attached: What is trained.
+        stateful: What is attached besides.
+        ranks: Those that train it.
+        hook: Of DDP or FSDP; None where neither has one.
+        restore: See `Checkpointer.attach`.
+        step: See there.
+        waiting: A writer that was started before.
 
     Raises:
         RunInUse: If a live trainer holds the run.
@@ -192,12 +205,11 @@ def open_session(
                 )
             check_folder(settings.staging_root)
             if attached.is_sharded:
-                _refuse_sharded(settings, stateful)
+                _refuse_sharded(settings, attached, stateful)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             refuse_unknown(settings.compressor)
-            kept = settings.compressor.residual_layout(
-                attached.layout
-            )  # refuses what it cannot take
+            # Refuses what it cannot take.
+            kept = settings.compressor.residual_layout(attached.exchanged)
             if settings.replicates_residual and not kept.parameters:
                 raise ConfigError(
                     f'residual="replicated" has nothing to send: {settings.compressor.name} keeps no '
@@ -209,7 +221,10 @@ def open_session(
                     'optimizer_steps="any" works on CPUs only so far, and the model is on '
                     f"{attached.device}: call commit() after each optimizer.step()"
                 )
-        modes = {"watch": settings.watch, "optimizer_steps": settings.optimizer_steps}
+        modes: dict[str, object] = {"watch": settings.watch}
+        modes["optimizer_steps"] = settings.optimizer_steps
+        if attached.is_sharded:
+            modes["replicate"] = attached.replicas is not None
         refuse_disagreement(ranks, settings.compressor, attached.layout, modes)
         lock = RunLock(settings, ranks.rank)
         undo.callback(lock.release)
@@ -246,23 +261,33 @@ def open_session(
                     raise lock.taken_over()
                 past.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start, memory.node)
-        opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left, waiting)
+        opened = _begin(
+            settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
+        )
         undo.pop_all()
     return opened
 
 
-def _refuse_sharded(settings: Settings, stateful: Mapping[str, Stateful]) -> None:
+def _refuse_sharded(
+    settings: Settings, attached: Attached, stateful: Mapping[str, Stateful]
+) -> None:
     """See that a run with sharded parameters asks for nothing that only whole ones have.
 
     Raises:
         ConfigError: Naming it, and what works instead.
         UnsupportedModel: If an average would be copied shard by shard.
     """
-    if settings.strategy != "replica":
-        name = settings.compressor.name
-        what = 'strategy="survivors"' if name == "averaged" else f"the compressor {name!r}"
+    if settings.strategy == "survivors":
         raise ConfigError(
-            f'{what} needs every rank to hold the whole model; sharded parameters take strategy="replica"'
+            'strategy="survivors" needs every rank to hold the whole model; sharded parameters take '
+            'strategy="replica"'
+        )
+    if settings.logs_steps and attached.replicas is None:
+        raise ConfigError(
+            f"the compressor {settings.compressor.name!r} averages gradients over copies of the model, and "
+            "FSDP averages these by itself. Where there are copies, shard over one dimension of the mesh "
+            'and name the other: fully_shard(module, mesh=mesh["shard"]), attach(model, optimizer, '
+            'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica", no compressor'
         )
     if settings.copies > 1:
         raise ConfigError(
@@ -352,6 +377,7 @@ def _begin(
     settings: Settings,
     given: Given,
     ranks: Ranks,
+    hook: HookState | None,
     fence: Fence,
     start: Start,
     memory: Memory,
@@ -402,7 +428,7 @@ def _begin(
             live.tracker.start(start.items)
             session = Session(
                 live,
-                _recorder(settings, live, fence, ranks, scaling, memory),
+                _recorder(settings, live, fence, ranks, hook, scaling, memory),
                 queue,
                 Staging(area, queue, live, meter.recorder, standby, copies),
                 _agreement(settings, live, ranks, lock),
@@ -573,13 +599,20 @@ def _recorder(
     live: Live,
     fence: Fence,
     ranks: Ranks,
+    hook: HookState | None,
     scaling: Scaling,
     memory: Memory,
 ) -> Recorder:
     attached = live.attached
     peers = () if settings.strategy == "survivors" else memory.peers.wards
-    reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group, peers)
-    hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
+    replicas = attached.replicas
+    reducer: Reducer
+    if replicas is not None and settings.logs_steps:
+        bound = settings.compressor.bind(attached.exchanged, live.residual, replicas.group)
+        reducer = GroupedReducer(bound, replicas.part)
+    else:
+        group = ranks.training_group
+        reducer = settings.compressor.bind(attached.layout, live.residual, group, peers)
     is_replayed = settings.strategy != "survivors"
     recorded = RecordedGradients(attached, hook, reducer, scaling, live.residual)
     return Recorder(
@@ -632,7 +665,7 @@ def _residual(
     settings: Settings, attached: Attached, folder: StagingFolder, scaling: Scaling
 ) -> RotatingResidual:
     """Return the error-feedback residual where it is to lie: in staging if it outlives a crash."""
-    kept = settings.compressor.residual_layout(attached.layout)
+    kept = settings.compressor.residual_layout(attached.exchanged)
     if not kept.parameters or settings.residual == "snapshot":
         return RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
     if attached.device.type == "cpu":
@@ -641,13 +674,13 @@ def _residual(
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:
-    """The gradient scaler whose scale the gradients in DDP's hook carry, if there is one."""
-    if attached.ddp is None:
+    """The gradient scaler whose scale the gradients in DDP's or FSDP's hook carry, if there is one."""
+    if attached.ddp is None and attached.replicas is None:
         return None
     scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
     if len(scalers) > 1:
         Code.SEVERAL_SCALERS.warn(
-            f"{len(scalers)} gradient scalers are attached, and DDP's hook cannot tell whose "
+            f"{len(scalers)} gradient scalers are attached, and the gradients' hook cannot tell whose "
             "gradients it gets: error feedback goes by the scale of the first; use one scaler for "
             "all losses",
         )

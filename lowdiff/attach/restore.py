@@ -75,7 +75,7 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
             raise RunMismatch(
                 f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
             )
-    tensors, differences = state.tensors(), []
+    differences = []
     names = {attached.layout.parameters[i].name for i in attached.parameters}
     known = set(state.fence.names.values())  # as the run's model was built
     for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
@@ -94,7 +94,16 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
         if ABSENT_ITEM + name in items:
             part, key = slots[name]
             setattr(part, key, None)
-    fill(attached, names, lambda n: tensors[n] if n in tensors else state.resolved(n, items))
+    # A rank has got no more than what it trains.
+    specs = {s.name: s for s in state.fence.layout.parameters if s.name in state.parameters}
+
+    def value_of(name: str) -> torch.Tensor:
+        if name in specs:
+            return shaped(state.parameters[name], specs[name])
+        found: torch.Tensor = state.resolved(name, items)
+        return found
+
+    fill(attached, names, value_of)
     return differences
 
 

@@ -77,7 +77,7 @@ def load_start(
                 f"{', '.join(kept)}",
             )
         return Start(0, False, True, [], tracker.read())
-    slots = settings.compressor.residual_layout(attached.layout).parameters
+    slots = settings.compressor.residual_layout(attached.exchanged).parameters
     residual = [state.residuals[0].get(spec.name) for spec in slots]
     reshaped = load_model(state, items, attached)
     differences = load_optimizers(state, attached)

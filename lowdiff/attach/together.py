@@ -74,7 +74,7 @@ def recover_together(
     same = restore == "all" and state.fence.layout == attached.layout
     exchange(state, ranks, set(own) if same else None)
     if restore == "all":
-        inherit_residual(settings, catalog, state, attached.layout, ranks)
+        inherit_residual(settings, catalog, state, attached, ranks)
     return state
 
 

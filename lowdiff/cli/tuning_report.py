@@ -175,6 +175,7 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
         sum(
             4 * p.numel if p.dtype == "float16" else p.nbytes  # as in compressors/feedback.py
             for p in fence.layout.parameters
+            if not p.ranks or fence.rank in p.ranks
         )
     )
     if not size < measured.costs.snapshot_bytes:

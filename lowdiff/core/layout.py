@@ -7,7 +7,7 @@ weight is therefore one contiguous range here as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -177,6 +177,50 @@ def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
                 "Parameter itself, e.g. decoder.weight = encoder.weight, before the model is "
                 "wrapped and its optimizer built"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some entries of a layout, in a layout of their own.
+
+    Attributes:
+        indices: The index of each in the whole layout, ascending.
+        layout: The entries, with offsets from 0; whoever holds the part trains all of it.
+    """
+
+    indices: tuple[int, ...]
+    layout: Layout
+
+    def own(self, indices: Iterable[int]) -> set[int]:
+        """Return the places in this part of entries that are given by their index in the whole layout."""
+        place_of = {index: place for place, index in enumerate(self.indices)}
+        return {place_of[index] for index in indices}
+
+
+def cut_out(layout: Layout, indices: Iterable[int]) -> Part:
+    """Lay some entries out one after the other; the whole layout stays as it is."""
+    chosen = tuple(indices)
+    if len(chosen) == len(layout.parameters):
+        return Part(chosen, layout)
+    specs, offset = [], 0
+    for index in chosen:
+        specs.append(replace(layout.parameters[index], offset=offset, ranks=()))
+        offset = specs[-1].stop
+    return Part(chosen, Layout(tuple(specs)))
+
+
+def trained_by(layout: Layout, rank: int) -> Part:
+    """Return what one rank trains."""
+    entries = enumerate(layout.parameters)
+    return cut_out(layout, (i for i, spec in entries if not spec.ranks or rank in spec.ranks))
+
+
+def replica_groups(layout: Layout) -> dict[tuple[int, ...], Part]:
+    """Return what each replica group trains, by its ranks; ``()`` are all of them."""
+    of_ranks: dict[tuple[int, ...], list[int]] = {}
+    for index, spec in enumerate(layout.parameters):
+        of_ranks.setdefault(spec.ranks, []).append(index)
+    return {ranks: cut_out(layout, indices) for ranks, indices in of_ranks.items()}
 
 
 def share_owners(layout: Layout, world_size: int) -> list[int]:

@@ -16,6 +16,7 @@ from lowdiff.core.layout import dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.ranks import Ranks
+from lowdiff.model.replicas import Replicas
 from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, part_of, told
 from lowdiff.recovery.images import holds
 from lowdiff.recovery.replay.optimizers import class_name, granularity, refuse_foreign_state
@@ -85,6 +86,7 @@ class Attached:
             states.
         device: Where the parameters live.
         ddp: The DDP wrapper, if there is one.
+        replicas: The ranks that hold copies of this rank's shards, where lowdiff averages over them.
     """
 
     model: torch.nn.Module
@@ -100,6 +102,12 @@ class Attached:
     names: Mapping[str, str]
     device: torch.device
     ddp: DistributedDataParallel | None
+    replicas: Replicas | None = None
+
+    @property
+    def exchanged(self) -> Layout:
+        """What this rank exchanges with others, and keeps a residual of: in DDP everything."""
+        return self.layout if self.replicas is None else self.replicas.part.layout
 
     @property
     def is_on_host(self) -> bool:

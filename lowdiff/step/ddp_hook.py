@@ -1,8 +1,11 @@
-"""The DDP communication hook: from a bucket to the run's reducer and back."""
+"""The DDP communication hook: from a bucket to the run's reducer and back.
+
+What it shares with FSDP's hook, which module `fsdp_hook` has, is the `HookState`.
+"""
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -67,20 +70,33 @@ class HookState:
         self,
         reducer: Reducer,
         parameters: Sequence[torch.Tensor],
+        *,
+        indices: Sequence[int] | None = None,
+        average: Average | None = None,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """Start to reduce for these parameters, in layout order; tell when each exchange begins and ends."""
+        """Start to reduce for some parameters.
+
+        Args:
+            reducer: Reduces what the hook gets.
+            parameters: In layout order.
+            indices: Layout index of each; None where they are the whole layout.
+            average: Averages instead of the reducer, which then only reads what optimizers consume.
+            exchanges: Is told when each exchange begins and ends.
+        """
         self._reducer = reducer
         self._exchanges = exchanges
-        self._average = None
+        self._average = average
         self._why_closed = _OUTSIDE
+        self.has_failed = False
         self._exchanged.clear()
-        self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
+        places = range(len(parameters)) if indices is None else indices
+        self._index_of = {id(p): i for i, p in zip(places, parameters, strict=True)}
 
     def close(self, reducer: Reducer) -> None:
         """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
         if self._reducer is reducer:
-            self._reducer = self._exchanges = None
+            self._reducer = self._average = self._exchanges = None
 
     def detach(self, average: Average) -> None:
         """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
@@ -161,23 +177,56 @@ class HookState:
             raise failure
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self._average is not None:
-            return self._average(bucket.buffer())
+        self._refuse_closed()
         if self._reducer is None:
-            raise UsageError(self._why_closed)
+            return self.exchange((), (), bucket.buffer())
         if bucket.buffer().layout != torch.strided:
             raise UnsupportedModel(
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "
                 "sparse=False"
             )
-        parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
-        self._exchanged.update(parameters)
-        with without_autocast(bucket.buffer().device):
-            return self._reducer.reduce(
-                parameters,
-                [flat(gradient) for gradient in bucket.gradients()],
-                bucket.buffer(),
-            )
+        gradients = [flat(gradient) for gradient in bucket.gradients()]
+        return self.exchange(bucket.parameters(), gradients, bucket.buffer())
+
+    def _refuse_closed(self) -> None:
+        if self._reducer is None and self._average is None:
+            raise UsageError(self._why_closed)
+
+    def exchange(
+        self,
+        parameters: Iterable[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average the gradients of some parameters over the ranks, in place.
+
+        Args:
+            parameters: As in the model.
+            gradients: Of each, a flat view into the buffer; not looked at where no reducer takes them.
+            buffer: Flat; its elements between the gradients are of no meaning.
+
+        Returns:
+            Future of the buffer.
+
+        Raises:
+            UsageError: If no Checkpointer is attached.
+        """
+        self._refuse_closed()
+        if self._reducer is None:
+            assert self._average is not None
+            return self._average(buffer)
+        try:
+            indices = [self._index_of[id(parameter)] for parameter in parameters]
+        except KeyError as error:
+            raise UsageError(
+                "backward() made the gradient of a parameter that no optimizer had at attach; replace, "
+                "freeze and unfreeze parameters before attach"
+            ) from error
+        self._exchanged.update(indices)
+        if self._average is not None:
+            return self._average(buffer)
+        with without_autocast(buffer.device):
+            return self._reducer.reduce(indices, gradients, buffer)
 
 
 def autocasts(device: torch.device) -> bool:

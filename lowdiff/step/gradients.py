@@ -25,7 +25,7 @@ class Gradients:
 
     Args:
         attached: Model and optimizers.
-        hook: Knows what DDP has averaged; None where there is one rank only.
+        hook: Knows what DDP or FSDP has averaged by it; None where neither has it.
     """
 
     def __init__(self, attached: Attached, hook: HookState | None) -> None:
@@ -77,8 +77,9 @@ class Gradients:
                 f"optimizer.step() of step {step} would use gradients that were not averaged "
                 f"over the ranks, {self._attached.layout.parameters[first].name!r} among them, and the "
                 "ranks' parameters would part; run the last backward pass before it outside "
-                "ddp.no_sync(), also where an epoch ends with fewer micro-batches. Averages of your "
-                "own cannot be told from a rank's own gradients: leave them to DDP and its hook"
+                "ddp.no_sync(), or after set_requires_gradient_sync(True), also where an epoch ends with "
+                "fewer micro-batches. Averages of your own cannot be told from a rank's own gradients: "
+                "leave them to DDP, or FSDP, and its hook"
             )
 
     def _tell_of_kept(self, optimizer: int, step: int) -> None:
@@ -133,9 +134,7 @@ class RecordedGradients(Gradients):
         if self._hook is not None:
             there = {i: g for i, g in enumerate(gradients) if g is not None}
             self._refuse_not_averaged(self._hook, there, step)
-        if self._is_sharded:
-            self._reducer.consume(gradients)  # whoever sharded the parameters has averaged them
-        elif self._attached.ddp is None:
+        if self._attached.ddp is None and not self._is_sharded:
             # Only a fused optimizer that unscales by itself still gets them scaled.
             self._scaling.exchanged_at(done.grad_scale or 1.0)
             self._compress_in_place(gradients)
@@ -143,7 +142,9 @@ class RecordedGradients(Gradients):
         else:
             self._reducer.consume(gradients, factors=self._scaling.factors)
         if not done.found_inf:
-            self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
+            used = {i for i, g in enumerate(gradients) if g is not None}
+            replicas = self._attached.replicas
+            self._residual.settle(used if replicas is None else replicas.part.own(used))
         owner = self._attached.owner
         owned = (i for i in self._attached.parameters if owner[i] == optimizer)
         return [i for i in owned if gradients[i] is None]

@@ -16,6 +16,7 @@ import torch
 from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
+from lowdiff.compressors.grouped import decoder_of
 from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import arithmetic_of
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
@@ -185,7 +186,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
                 step=step.step,
             )
         with replaying(step.step):
-            return Step.of(shards, lambda payloads: compressor.decoder(payloads, fence.layout))
+            return Step.of(shards, lambda payloads: decoder_of(compressor, payloads, fence.layout))
 
     unread = iter(steps)
 

@@ -24,6 +24,8 @@ FRAMEWORK = {
     "hf_trainer": "transformers",
     "lightning_trainer": "lightning",
 }
+#: How many processes torchrun starts.
+RANKS = {"ddp_cnn": 2, "hsdp_topk": 4}
 Main = Callable[[list[str]], dict[int, float]]
 
 
@@ -84,7 +86,7 @@ def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: 
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["single_process", "ppo", "gan", "from_torch_save", "ddp_cnn"])
+@pytest.mark.parametrize("name", ["single_process", "ppo", "gan", "from_torch_save", *RANKS])
 def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name: str) -> None:
     whole = output_of(tmp_path, name, "whole")
     killed = output_of(tmp_path, name, "run", kill_after="step 30:")
@@ -99,8 +101,13 @@ def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name:
 def output_of(folder: Path, name: str, run: str, kill_after: str | None = None) -> str:
     """What an example printed until its end, or until all of it was killed."""
     launcher = [sys.executable]
-    if name.startswith("ddp"):
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    if name in RANKS:
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS[name]}",
+        ]
     words = [*launcher, f"examples/{name}.py", *arguments(name, folder, run, 60)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     output = folder / f"{run}-{kill_after is None}.txt"
@@ -114,7 +121,7 @@ def output_of(folder: Path, name: str, run: str, kill_after: str | None = None) 
         assert time.monotonic() < deadline, output.read_text()[-3000:]
         time.sleep(0.002)
     # The writer, and the replica where there is one, have left for sessions of their own.
-    workers = child_processes(process.pid) if name.startswith("ddp") else []
+    workers = child_processes(process.pid) if name in RANKS else []
     process.kill()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)

@@ -122,7 +122,7 @@ def test_what_couples_elements_is_refused_where_a_tensor_is_divided(mesh: Device
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compressor": TopK(0.1)}, "needs every rank to hold the whole model"),
+        ({"compressor": TopK(0.1)}, "replicate=mesh"),
         ({"strategy": "survivors"}, "needs every rank to hold the whole model"),
     ],
 )

@@ -1,0 +1,84 @@
+"""Compressors where ranks train different shards: each replica group exchanges and decodes its own part.
+
+A compressor knows one layout, and one group of ranks that all train the whole of it. Here its numbers are
+translated: outside, entries are numbered as in the layout of the run; inside, as in the part of one replica
+group. Payloads hold the numbers of the part. `Dense` needs none of it: it reads what optimizers consume,
+whoever averaged that, and numbers entries as the run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lowdiff.compressors.dense import Dense
+from lowdiff.core.layout import Part, replica_groups
+from lowdiff.protocols import Compressor, Decoder, Reducer
+from lowdiff.types import Block, Layout, Payload
+
+
+class GroupedReducer:
+    """A `Reducer` whose entries are numbered as in the whole layout.
+
+    Args:
+        reducer: Bound to a part, and to the ranks that train it.
+        part: That part.
+    """
+
+    def __init__(self, reducer: Reducer, part: Part) -> None:
+        self._reducer = reducer
+        self._indices = part.indices
+        self._place_of = {index: place for place, index in enumerate(part.indices)}
+
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
+        self._reducer.begin(stamp)
+
+    def reduce(
+        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
+        """See ``Reducer.reduce``; between the gradients, the buffer may have elements of nobody."""
+        return self._reducer.reduce([self._place_of[i] for i in parameters], gradients, buffer)
+
+    def consume(
+        self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
+    ) -> None:
+        """See ``Reducer.consume``."""
+        self._reducer.consume([gradients[i] for i in self._indices], factors=factors)
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Reducer.payload``; a peer is a rank of the group."""
+        return self._reducer.payload(of)
+
+    def close(self) -> None:
+        """See ``Reducer.close``."""
+        self._reducer.close()
+
+
+def decoder_of(compressor: Compressor, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+    """Prepare one step's gradient for decoding by block, whichever ranks train what.
+
+    Args:
+        compressor: It made the payloads.
+        payloads: Of all ranks of the run, in rank order.
+        layout: Of the run.
+
+    Raises:
+        ReplayMismatch: If the payloads do not fit the layout.
+    """
+    groups = replica_groups(layout)
+    if len(groups) == 1 or isinstance(compressor, Dense):
+        return compressor.decoder(payloads, layout)
+    place_of: dict[int, tuple[Decoder, int]] = {}
+    for ranks, part in groups.items():
+        own = [payloads[rank] for rank in ranks] if ranks else payloads
+        decoder = compressor.decoder(own, part.layout)
+        place_of.update({index: (decoder, place) for place, index in enumerate(part.indices)})
+
+    def decode(block: Block, out: torch.Tensor) -> None:
+        decoder, place = place_of[block.parameter]
+        decoder(replace(block, parameter=place), out)
+
+    return decode
