@@ -285,8 +285,8 @@ class ReplicaQueue:
 
     @property
     def _told_step(self) -> int:
-        """The newest step that the replica was told to be committed."""
-        return self.storage.page.status.committed_step
+        """The newest step that the replica was told to be settled."""
+        return self.storage.page.status.settled_step
 
     def _wait_for_room(self, fits: Callable[[WriterStatus], bool]) -> None:
         """Wait until something fits, or the replica needs an image and has no use for it."""

@@ -307,13 +307,19 @@ class Storage:
         if self.errors.of_store and self.raises:
             raise self.errors.failure([self.rank])
 
-    def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
-        """Tell the replica, and who watches the run, how far this rank is."""
+    def show(self, step: int, settled_step: int, *, preempted: bool = False) -> None:
+        """Tell the replica, and who watches the run, how far this rank is.
+
+        Args:
+            step: The newest staged step.
+            settled_step: See `TrainerStatus`.
+            preempted: Whether it was told to stop soon.
+        """
         is_new = step > self.page.status.step
         at = time.time() if is_new else self.page.status.committed_at_unix_seconds
         self.page.update(
             step=step,
-            committed_step=committed_step,
+            settled_step=settled_step,
             committed_at_unix_seconds=at,
             preempted=preempted,
         )

@@ -63,6 +63,8 @@ _PATIENCE_SECONDS = 120.0
 #: How long a snapshot waits for the replica of another rank's copy.
 _STALL_SECONDS = 2.0
 _LOOK_SECONDS = 0.002
+#: How many steps replicas stay behind the committed one for copies that are late; their queues hold twice as many.
+_MOST_STEPS_BEHIND = 2
 #: How long a rank that closes waits for what others still send: where all is well, and after a failure.
 _CLOSE_SECONDS, _FAILED_SECONDS = 5.0, 0.5
 
@@ -205,8 +207,8 @@ class Ward:
         """Forget records before an image that every rank holds; that of its own step names a residual."""
         self._trim_step = max(self._trim_step, step - 1)
 
-    def show(self, step: int, committed_step: int) -> None:
-        """Tell whoever works on the copy how far all ranks are."""
+    def show(self, step: int, settled_step: int) -> None:
+        """Tell whoever works on the copy how far it may go on; see `TrainerStatus`."""
 
     def wait_for_base(self, step: int) -> None:
         """Wait until the copy of a step is whole.
@@ -400,9 +402,9 @@ class ReplicaWard(Ward):
         self._replica = replica
         self._tell_processes()
 
-    def show(self, step: int, committed_step: int) -> None:
-        """See `Ward`: the replica applies what is committed."""
-        self._page.update(step=step, committed_step=committed_step)
+    def show(self, step: int, settled_step: int) -> None:
+        """See `Ward`: the replica applies what is settled."""
+        self._page.update(step=step, settled_step=settled_step)
 
     def stage_image(self, sealed: Sealed) -> None:
         """See `Ward`: the replica begins anew with it, so it has the items as well."""
@@ -500,6 +502,7 @@ class Copies:
         outgoing: Outgoing | None = None,
     ) -> None:
         self.replicated_step = -1
+        self._settled_step = -1
         self._wards = wards
         self._all_items = all_items
         #: The newest step that this rank told of: where it keeps nothing, it holds no other rank back.
@@ -593,10 +596,19 @@ class Copies:
         for ward in self._wards:
             ward.begin_anew()
 
-    def show(self, step: int, committed_step: int) -> None:
-        """Tell replicas of others how far all ranks are."""
+    def show(self, step: int, committed_step: int) -> int:
+        """Tell replicas of others how far all ranks are; returns to which step all replicas may go on.
+
+        A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless that copy is far
+        behind, or given up: training does not wait for it.
+        """
+        settled = committed_step
+        if self.replicated_step >= 0:
+            settled = min(settled, max(self.replicated_step, committed_step - _MOST_STEPS_BEHIND))
+        self._settled_step = max(self._settled_step, settled)
         for ward in self._wards:
-            ward.show(step, committed_step)
+            ward.show(step, self._settled_step)
+        return self._settled_step
 
     def wait_for_base(self, step: int) -> None:
         """Wait until what this rank keeps of a step is whole.
@@ -607,10 +619,17 @@ class Copies:
         for ward in self._wards:
             ward.wait_for_base(step)
 
+    @property
+    def _recoverable_step(self) -> int:
+        """`replicated_step`, unless states have gone on without a copy: then -1."""
+        step = self.replicated_step
+        has_states = any(isinstance(ward, ReplicaWard) for ward in self._wards)
+        return -1 if has_states and step < self._settled_step else step
+
     def figures(self) -> dict[str, Any]:
         """Parts of ``stats()``; for any thread."""
         return {
-            "replicated_step": self.replicated_step,
+            "replicated_step": self._recoverable_step,
             "held_step": self.held_step,
             "copied_ranks": [ward.rank for ward in self._wards],
             "copies_bytes_sent": self._sender.bytes_sent,

@@ -91,7 +91,8 @@ class TrainerStatus:
     Attributes:
         pid: Process id; 0 before the trainer publishes anything.
         step: Newest staged step, -1 before the first.
-        committed_step: Newest step that the trainer knows to be staged on all ranks.
+        settled_step: Newest step that a replica may go on to, because no rank goes back behind it: all ranks
+            have staged it and, where nodes keep copies, so have these, or it is some steps old.
         committed_at_unix_seconds: When it staged its newest step.
         preempted: Whether it was told to stop soon.
         image: Its newest snapshot in staging; None before the first.
@@ -99,7 +100,7 @@ class TrainerStatus:
 
     pid: int = 0
     step: int = -1
-    committed_step: int = -1
+    settled_step: int = -1
     committed_at_unix_seconds: float = 0.0
     preempted: bool = False
     image: ImageMark | None = None

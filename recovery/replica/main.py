@@ -137,7 +137,7 @@ class Replica:
             image = self._new_image(trainer)
             if image is not None and (record is None or record.header.step > image.step):
                 work, record_after = partial(self._load, image), record
-            elif record is not None and self._is_committed(record.header.step, trainer):
+            elif record is not None and self._is_settled(record.header.step, trainer):
                 work, record_after = partial(self._take, record), None
             else:
                 self._idle()
@@ -174,14 +174,14 @@ class Replica:
             self._is_trainer_gone = is_closed or is_orphan
         return self._is_trainer_gone
 
-    def _is_committed(self, step: int, trainer: TrainerStatus) -> bool:
+    def _is_settled(self, step: int, trainer: TrainerStatus) -> bool:
         """Whether every rank has staged a step: only then can none of them go back behind it."""
-        return self._settings.world_size == 1 or step <= trainer.committed_step
+        return self._settings.world_size == 1 or step <= trainer.settled_step
 
     def _new_image(self, trainer: TrainerStatus) -> ImageMark | None:
         """The trainer's newest image, if it is committed and was not taken over yet."""
         image, status = trainer.image, self._page.status
-        if image is None or not self._is_committed(image.step, trainer):
+        if image is None or not self._is_settled(image.step, trainer):
             return None
         return image if image.step > status.image_step and image.step >= status.step else None
 
