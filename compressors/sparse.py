@@ -40,7 +40,7 @@ class SparseReducer:
     """Reducer without the parts that select and exchange entries; subclasses add those.
 
     Their ``reduce`` calls `StoredEntries.select` for every parameter, and `remember_exchanged` for one
-    that was not exchanged whole. Large because what is exchanged and what is stored of it are one state.
+    that was not exchanged whole.
 
     Attributes:
         stored: What this rank and its peers store of the step.
@@ -66,8 +66,6 @@ class SparseReducer:
         #: (ascending per rank), and the position of the parameter's first element among them.
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self._warning = ChangeWarning(layout)
-        #: Parameters in whose gradients this rank has found entries that no rank exchanged.
-        self._changed: set[int] = set()
         self.headers = Headers()
         self.stamp = 0
 
@@ -127,20 +125,8 @@ class SparseReducer:
             # Without DDP, nothing can change a gradient between the exchange and this call.
             if self.group is not None:
                 others = {i: g for i, g in enumerate(gradients) if g is not None and i not in whole}
-                if stored is not self.stored.own:
-                    others = {i: g for i, g in others.items() if self._is_suspect(i, g.numel())}
                 stored.keep_foreign(others, self.exchanged)
-                self._changed |= stored.foreign.keys()
                 self._warning.say(list(stored.foreign))
-
-    def _is_suspect(self, parameter: int, numel: int) -> bool:
-        """Whether a peer's range of a gradient may have entries that no rank exchanged.
-
-        To look at the ranges of peers as well would double the work. What changes a gradient seldom spares
-        this rank's range; if it does, the peer's record has another checksum, and its copy is suspended.
-        """
-        own = self.stored.own.share(numel)
-        return parameter in self._changed or own.start == own.stop
 
     def payload(self, of: int | None = None) -> Payload:
         """Return ascending layout indices and their values; see ``Reducer.payload``."""

@@ -8,6 +8,8 @@ import time
 from lowdiff.attach.open import Opened
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, WriterFailed
+from lowdiff.persistence.format.image import manifest_file
+from lowdiff.persistence.staging.status import WriterStatus
 
 _MEET_SECONDS = 60.0
 _FINISH_SECONDS = 600.0
@@ -60,10 +62,10 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         Code.WRITER_NOT_FINISHED.warn(error)
         return
     if is_last_snapshot:
-        _remove_staging(opened, status.durable_snapshot)
+        _remove_staging(opened, status)
 
 
-def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
+def _remove_staging(opened: Opened, status: WriterStatus) -> None:
     """Give staging memory back once every rank's share of the last snapshot is durable.
 
     A writer also ends well behind a mark that was damaged in memory, of whose snapshot it never heard.
@@ -73,16 +75,28 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
     why = opened.ranks.meet(_MEET_SECONDS)
     if not why:
         session.committed_step = session.step
-        shares = opened.ranks.gather(durable_snapshot >= session.step)
+        shares = opened.ranks.gather(status.durable_snapshot >= session.step)
         if all(shares):
             if opened.copies is not None:
-                opened.copies.close(removes=True)
+                # Where nodes have disks of their own, a node that is lost later takes its shares along.
+                sees_all = opened.ranks.gather(_sees_all_shares(opened, status))
+                opened.copies.close(removes=all(sees_all))
             opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
     Code.STAGING_KEPT.warn(
         f"{why}, so {opened.staging.folder.root} is kept; the next attach resumes with its help"
     )
+
+
+def _sees_all_shares(opened: Opened, status: WriterStatus) -> bool:
+    """Whether the last snapshot lies whole in this rank's run folder, or in the store."""
+    step, settings = opened.session.step, opened.session.queue.storage.settings
+    if settings.store is not None:
+        return status.remote_snapshot >= step
+    snapshot = settings.folder.snapshot(opened.staging.folder.incarnation, step)
+    ranks = range(opened.ranks.world_size)
+    return all(manifest_file(snapshot, rank).is_file() for rank in ranks)
 
 
 def _abandon(opened: Opened) -> None:

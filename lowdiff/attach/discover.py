@@ -262,6 +262,8 @@ def _needed_copies(
 ) -> list[Path]:
     """List the files that are kept here of ranks whose own memory is lost, and the images that go with them.
 
+    A rank that lives on another node than before needs its residual from there.
+
     Args:
         ranks: All of them.
         stages: Staging folders of the run that this rank sees.
@@ -288,6 +290,9 @@ def _needed_copies(
         for stage in stages:
             if stage.incarnation in lives:
                 found += [stage.trainer_status, stage.snapshot]
+            is_of_rank = stage.rank < len(told)
+            if is_of_rank and [stage.incarnation, stage.rank] not in told[stage.rank][0]:
+                found.append(stage.residual)
     return found
 
 

@@ -26,6 +26,8 @@ from lowdiff.types import Fence, Layout, ResidualMark
 
 #: An older residual is of little use, and each record on the way to it is read whole.
 _MOST_STEPS_BACK = 100
+#: How many later steps' residuals are looked for where none before is there.
+_MOST_STEPS_ON = 8
 
 
 def inherit_residual(
@@ -104,16 +106,18 @@ def _residual_of(
         if not kept.parameters:
             continue
         own = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
-        copies = [c for c in catalog.copies if (c.incarnation, c.rank) == (number, holder)]
+        # A rank may live on another node than before, and its memory on that one.
+        kept_in = [*catalog.staging, *catalog.copies]
+        others = [f for f in kept_in if (f.incarnation, f.rank) == (number, holder)]
         oldest = state.base_step + 1 if state.residuals[rank] else 0
         for step, mark in _marks(catalog, number, holder, state.step, oldest):
-            tried = (read_residual(stage.residual, kept, mark) for stage in (own, *copies))
+            tried = (read_residual(stage.residual, kept, mark) for stage in (own, *others))
             found = next((tensors for tensors in tried if tensors is not None), None)
             if found is None:
                 continue
-            if step < state.step:
+            if step != state.step:
                 Code.RESIDUAL_OLDER.warn(
-                    "the newest error-feedback residual that memory holds, here or on another node, is that of "
+                    "the nearest error-feedback residual that memory holds, here or on another node, is that of "
                     f"step {step}, and step {state.step} goes on with it: the state is exact, the "
                     "continuation is not bit-identical",
                     rank=rank,
@@ -138,7 +142,7 @@ def _residual_of(
 def _marks(
     catalog: Catalog, number: int, rank: int, newest: int, oldest: int
 ) -> Iterator[tuple[int, ResidualMark]]:
-    """Yield the residuals that records of an incarnation name, with their steps, the newest first.
+    """Yield the residuals that records of an incarnation name, with their steps, the nearest before a step first.
 
     Not all are there: an accelerator's residual is copied every few steps, and another node has that of every few
     steps where the network does not take more.
@@ -147,13 +151,15 @@ def _marks(
         catalog: Of the run.
         number: The incarnation.
         rank: Whose records.
-        newest: The step to begin with.
+        newest: The step to begin with; some later ones follow at the end.
         oldest: The last one, unless it is after the newest: the snapshot's residual is not older than this.
     """
     records = catalog.of(number, rank)
     codec = Codec(max_payload_bytes=max_payload_bytes(catalog.incarnations[number].layout))
     oldest = max(oldest, newest - _MOST_STEPS_BACK)
-    for step in range(newest, min(newest, oldest) - 1, -1):
+    # Where a copy was far behind its rank, recovery is as well, and slots hold those of later steps alone.
+    after = range(newest + 1, newest + 1 + _MOST_STEPS_ON)
+    for step in (*range(newest, min(newest, oldest) - 1, -1), *after):
         # Survivors may have saved a step of which a lost rank's record is nowhere.
         mark = read_differential(records[step], codec).residual if step in records else None
         if mark is not None:

@@ -29,7 +29,7 @@ _PARTS, _BUFFER_BYTES = 2, 32 << 20
 #: Share of an idle span that parts take.
 _SAFETY = 0.8
 #: Steps that may be made while a note waits for its residual.
-_MOST_STEPS_BEHIND = 4
+_MOST_STEPS_BEHIND = 2
 #: Steps behind the last replicated one whose residuals are sent. Recovery goes back to that step or a later one,
 #: and keepers have slots for all of these.
 _MOST_STEPS_AHEAD = NUM_SLOTS - 1
