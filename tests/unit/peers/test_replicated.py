@@ -36,12 +36,19 @@ def owed(training: Training) -> dict[str, torch.Tensor]:
 
 
 def lived(
-    rank: int, world_size: int, folder: str, compressor: Compressor, until: int, residual: str
+    rank: int,
+    world_size: int,
+    folder: str,
+    compressor: Compressor,
+    until: int,
+    residual: str,
+    nodes: tuple[int, int] = (0, 1),
 ) -> Any:
     """A life from where the last one ended until a step, which ends as by SIGKILL of all."""
     said = Said()
     logging.getLogger("lowdiff").addHandler(said)
-    settings = {"residual": residual, "snapshot_every": 100}
+    staging = Path(folder) / f"staging-{nodes[rank]}"
+    settings = {"residual": residual, "snapshot_every": 100, "staging": staging}
     training = Training(rank, folder, compressor, **settings)
     began = training.checkpointer._session.step
     found = {began: owed(training)}
@@ -89,6 +96,36 @@ def test_a_lost_nodes_residual_comes_back_bit_for_bit(
             assert not [text for text in said if "LD31" in text]
         assert all(map(torch.equal, third[rank][2], whole[rank][2]))
     assert whole[1][1][4], "else nothing was owed"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_lives_on_another_node_finds_its_residual(
+    pool: Pool, tmp_path: Path, lost: int
+) -> None:
+    first = pool.run(lived, 2, str(tmp_path), TopK(0.1), 4, "replicated")
+    shutil.rmtree(tmp_path / f"staging-{lost}")
+    second = pool.run(lived, 2, str(tmp_path), TopK(0.1), 4, "replicated", (1, 0))
+    for (_, before, *_), (began, after, *_, said) in zip(first, second, strict=True):
+        assert began == 4
+        assert same(after[4], before[4])
+        assert not [text for text in said if "LD31" in text]
+
+
+def ended(rank: int, world_size: int, folder: str, *steps: int) -> int:
+    """A life that ends well, of ranks whose nodes have disks of their own."""
+    training = Training(rank, f"{folder}/node-{rank}", Cast(), snapshot_every=100)
+    began: int = training.checkpointer._session.step
+    training.train(*steps)
+    training.checkpointer.close()
+    return began
+
+
+def test_a_node_may_be_lost_after_a_run_has_ended_well(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(ended, 2, str(tmp_path), 0, 1, 2) == [0, 0]
+    shutil.rmtree(tmp_path / "node-1")
+    assert pool.run(ended, 2, str(tmp_path), 3) == [3, 3]
+    shutil.rmtree(tmp_path / "node-0")
+    assert pool.run(ended, 2, str(tmp_path)) == [4, 4]
 
 
 def test_without_it_the_lost_rank_owes_nothing(pool: Pool, tmp_path: Path) -> None:
