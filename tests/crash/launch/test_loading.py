@@ -16,7 +16,7 @@ from tests.crash.launch.test_sigkill import finish, lines, losses, start, wait_f
 pytestmark = pytest.mark.launch
 
 SCRIPT = Path(__file__).parent / "loading.py"
-STEPS = 60
+STEPS = 90
 
 
 def command(folder: Path, ranks: int) -> list[str]:
@@ -50,9 +50,10 @@ def test_killed_in_mid_epoch_and_at_an_edge_it_sees_the_same_batches(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(command(whole, ranks), whole), whole)
     per_epoch = 19 if ranks == 1 else 10
-    for target in (per_epoch - 2, 2 * per_epoch + 3):
+    for more in (per_epoch - 2, per_epoch + 3):
+        before = max(losses(killed), default=0)
         process = start(command(killed, ranks), killed)
-        wait_for_step(killed, target)
+        wait_for_step(killed, before + more)
         kill_all(process)
     finish(start(command(killed, ranks), killed), killed)
     for rank in range(ranks):

@@ -124,7 +124,7 @@ class Life:
 
     def __init__(self, folder: Path, loader: Any, die_after: int | None = None, **settings: Any):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.checkpointer = lowdiff.Checkpointer(
             folder / "run",
@@ -231,7 +231,7 @@ def test_kills_show_the_same_batches_as_none(
 ) -> None:
     def make() -> Any:
         options = KINDS[kind]()
-        workers = {"num_workers": num_workers, "persistent_workers": is_persistent}
+        workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": is_persistent}
         return DataLoader(Noisy(), **options, **workers)
 
     count = len(make())
@@ -519,7 +519,8 @@ def test_other_data_waits_for_the_epoch_s_end(tmp_path: Path, size: int, dies_at
     with pytest.raises(Killed):
         epochs(life, 12)
     testing.kill(life.checkpointer)
-    loader = DataLoader(range(40), batch_size=size, shuffle=True)  # type: ignore[arg-type]
+    data: Any = range(40)
+    loader: Any = DataLoader(data, batch_size=size, shuffle=True)
     again = Life(tmp_path, loader)
     again.attach()
     if dies_at == 3:
@@ -662,7 +663,7 @@ def open_file(number: int) -> None:
     info = get_worker_info()
     assert info is not None
     assert isinstance(info.dataset, Opened)
-    assert len(info.dataset) == SIZE  # type: ignore[arg-type]
+    assert len(info.dataset) == SIZE
     info.dataset.handle = number + 1
 
 
