@@ -55,6 +55,8 @@ def main(*words: str) -> None:
         step = checkpointer.attach(model, optimizer, loader=loader)
         print(json.dumps({"resumed": step}), file=lines, flush=True)
         for epoch in range(checkpointer.epoch_of(loader), 10**6):
+            if step >= until:  # it was killed after its last step
+                break
             if isinstance(loader.sampler, DistributedSampler):
                 loader.sampler.set_epoch(epoch)
             for batch in loader:
