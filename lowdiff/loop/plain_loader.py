@@ -40,6 +40,9 @@ def is_plain_loader(thing: object) -> bool:
 class _Position:
     """Where an iteration over the loader is.
 
+    Large because it counts on both sides: what is drawn and handed out, and what was seen of it in this
+    process.
+
     Attributes:
         seed: What the iteration drew for its workers when it began.
         number: Iterations that were begun before it.
