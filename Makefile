@@ -5,6 +5,9 @@ PYTHON ?= python3
 MARKERS ?= not slow and not gpu
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
+# For which `make wheel` proves the wheel.
+PYTHONS ?= $(PYTHON)
+BARE_PYTHONS ?=
 # Where figures go; those that the documents show: RESULTS=docs/results, then `python -m benches.report`.
 RESULTS ?= results
 
@@ -17,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test coverage soak demo bench bench-peers check lint format clean
+.PHONY: test coverage soak wheel demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
 test coverage: export OMP_WAIT_POLICY := passive
@@ -40,6 +43,11 @@ soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.peers --out $(RESULTS)
 	$(BIN)/python -m benches.bench_failures --out $(RESULTS)
 	$(BIN)/python -m tests.loops --count $(if $(SOAK_MINUTES),20,300)
+
+# dist/*.whl, proven in an empty environment of each of PYTHONS. Those of BARE_PYTHONS, for which torch
+# cannot be had, get all other requirements, and the command line alone is tried.
+wheel: .venv/installed-dev
+	$(BIN)/python -m tests.packaging --out dist --python $(PYTHONS) --without-torch $(BARE_PYTHONS)
 
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo

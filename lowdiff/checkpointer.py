@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -28,6 +28,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
+from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
 from lowdiff.model.binding import Attached, bare_optimizers, describe, of_all_ranks
@@ -264,6 +265,7 @@ class Checkpointer:
         self._loop: TrainingLoop | None = None
         self._detached: DetachedLoop | None = None
         self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
+        self._plain_loaders: dict[str, PlainLoader] = {}
         self._attach_seconds = 0.0
         self._signals: SignalWatch | None = None
         self._failures: FailureWatch | None = None
@@ -278,7 +280,7 @@ class Checkpointer:
         replicate: DeviceMesh | None = None,
         restore: str = "all",
         step: int | None = None,
-        **stateful: Stateful,
+        **stateful: Stateful | DataLoader[Any],
     ) -> int:
         """Take charge of a model and its optimizers; restore them if the run has history.
 
@@ -303,7 +305,9 @@ class Checkpointer:
                 ``"none"`` starts afresh and leaves the history behind.
             step: Restore this step instead of the newest; later ones become void.
             stateful: Further objects with ``state_dict`` and ``load_state_dict``: schedulers,
-                samplers, scalers. The same names on every start.
+                samplers, scalers. A plain ``DataLoader`` over a map-style dataset as well: it stays as
+                it is, and a resumed run goes on after the last consumed batch of its epoch. The same
+                names on every start.
 
         Returns:
             Number of completed steps: 0 for a new run.
@@ -334,10 +338,11 @@ class Checkpointer:
                 self._close_earlier()
                 refuse_foreign_descriptor()
                 attached = self._hooked(attached, replicate, ranks)
+                loaders, others = self._plain_loaders_of(stateful)
             for loader in self._loaders.values():
                 if isinstance(loader, ResumableLoader):
                     loader.share(ranks.rank, ranks.world_size)
-            objects = {**self._loaders, **stateful, LOOP_STATE: self._state}
+            objects = {**self._loaders, **others, **loaders, LOOP_STATE: self._state}
             is_hooked = attached.replicas is not None or (
                 attached.ddp is not None and ranks.world_size > 1
             )
@@ -352,8 +357,11 @@ class Checkpointer:
                 waiting=_in_place.get(),
             )
         self._opened, self._detached = opened, None
+        self._plain_loaders = loaders
         _attached[self._key] = self
         try:
+            for plain in loaders.values():
+                plain.hook()
             self._average = self._average_of(attached, ranks)
             averages = attached.replicas is not None and not self._settings.logs_steps
             self.hook_state.open(
@@ -428,6 +436,48 @@ class Checkpointer:
             )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
         return loader
+
+    def epoch_of(self, loader: DataLoader[Any]) -> int:
+        """Return how many epochs of an attached ``DataLoader`` are over, in all lives of the run.
+
+        ::
+
+            checkpointer.attach(ddp_model, optimizer, loader=loader)
+            for epoch in range(checkpointer.epoch_of(loader), 10):
+                sampler.set_epoch(epoch)
+                for batch in loader:
+                    ...
+                    checkpointer.commit()
+
+        An epoch is an ``iter(loader)`` that ended, or that the loop left after a step. Those begun while
+        gradients are off (evaluations), or while another one is in progress, do not count.
+
+        Raises:
+            UsageError: If the loader was not attached.
+        """
+        for plain in self._plain_loaders.values():
+            if plain.loader is loader:
+                return plain.epoch
+        raise UsageError(
+            "this loader was not attached; call attach(model, optimizer, loader=loader) first"
+        )
+
+    def _plain_loaders_of(
+        self, objects: Mapping[str, Any]
+    ) -> tuple[dict[str, PlainLoader], dict[str, Stateful]]:
+        """Return the plain DataLoaders among attached objects, and the rest.
+
+        Raises:
+            ConfigError: If one cannot be resumed, or is there twice.
+        """
+        loaders: dict[str, PlainLoader] = {}
+        for name, thing in objects.items():
+            if not is_plain_loader(thing):
+                continue
+            if any(thing is other.loader for other in loaders.values()):
+                raise ConfigError(f"{name} is attached by another name as well; attach it once")
+            loaders[name] = PlainLoader(thing, self._body_begins, self._body)
+        return loaders, {name: thing for name, thing in objects.items() if name not in loaders}
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any

@@ -76,7 +76,8 @@ def _staging_there(folder: Path | None) -> Path | None:
     return folder
 
 
-def _imported(names: list[str]) -> list[str]:
+# Typer asks whether each annotation is a class, and on Python 3.10 list[str] fails that question.
+def _imported(names: Any) -> Any:
     """Import modules that call ``lowdiff.register_optimizer``, from the current folder first."""
     if names:
         from lowdiff.recovery.replay.optimizers import import_modules

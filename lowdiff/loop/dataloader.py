@@ -33,6 +33,38 @@ class Body:
     is_over: bool = False
 
 
+class FetchWatch:
+    """Refuses a batch of the next step that is fetched before the step before it is committed."""
+
+    def __init__(self, body: Callable[[], Body]) -> None:
+        """Begin an iteration over a loader.
+
+        Args:
+            body: Returns the loop's position.
+        """
+        self._body = body
+        # A loader that starts after the step (an evaluation, say) belongs to this step. So do
+        # batches after the step if earlier batches of the loader came in the same body.
+        self._is_behind, self._fetched_in = body().is_over, -1
+
+    def batch_came(self) -> None:
+        """Note a batch before it is handed out.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
+        now = self._body()
+        self._is_behind &= now.is_over
+        if now.is_over and not self._is_behind and self._fetched_in not in (-1, now.step):
+            raise UsageError(
+                "the next batch was fetched after optimizer.step() and before steps() committed "
+                "the body, so a run that resumes there would leave that batch out; begin each "
+                "body with its batch: for step, batch in zip(checkpointer.steps(N), loader), in "
+                "this order"
+            )
+        self._fetched_in = now.step
+
+
 class _Epochs:
     """Common part of loaders: a batch belongs to the step in which it is handed out.
 
@@ -61,20 +93,9 @@ class _Epochs:
             UsageError: If a body of ``steps()`` fetches the next step's batch.
         """
         self._before_batch()
-        # A loader that starts after the step (an evaluation, say) belongs to this step. So do
-        # batches after the step if earlier batches of the loader came in the same body.
-        is_behind, fetched_in = self._body().is_over, -1
+        watch = FetchWatch(self._body)
         for batch in batches:
-            now = self._body()
-            is_behind &= now.is_over
-            if now.is_over and not is_behind and fetched_in not in (-1, now.step):
-                raise UsageError(
-                    "the next batch was fetched after optimizer.step() and before steps() committed "
-                    "the body, so a run that resumes there would leave that batch out; begin each "
-                    "body with its batch: for step, batch in zip(checkpointer.steps(N), loader), in "
-                    "this order"
-                )
-            fetched_in = now.step
+            watch.batch_came()
             yield batch
 
 
@@ -133,7 +154,7 @@ class ResumableLoader(_Epochs):
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
         if own:
             raise ConfigError(f"lowdiff sets {min(own)} to make the loader resumable; leave it out")
-        _refuse_out_of_order(options.get("in_order", True))
+        refuse_out_of_order(options.get("in_order", True))
         super().__init__(before_batch, body)
         self.consumed = 0
         self._dataset = dataset
@@ -164,7 +185,7 @@ class ResumableLoader(_Epochs):
         loader = DataLoader(
             _SeededSamples(self._dataset, self._seed, self.epoch),
             batch_sampler=self._batches()[self.consumed :],
-            generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
+            generator=torch.Generator().manual_seed(mixed_seed(self._seed, self.epoch)),
             **self._options,
         )
         # Building the iterator draws a seed from the CPU generator, which fails under another default
@@ -224,7 +245,7 @@ class ResumableLoader(_Epochs):
         count, stride = len(self._samples), self._stride
         order = torch.arange(count, device="cpu")
         if self._shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self._seed, self.epoch))
+            generator = torch.Generator().manual_seed(mixed_seed(self._seed, self.epoch))
             order = torch.randperm(count, generator=generator, device="cpu")
         # In rounds, so that for every world size, a prefix of the epoch is a prefix of the same
         # permutation.
@@ -268,10 +289,11 @@ class StatefulEpochs(_Epochs):
         """
         if not isinstance(loader, Stateful):
             raise ConfigError(
-                f"a {type(loader).__name__} does not know its position; pass its dataset and "
-                "batch_size to checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
+                f"a {type(loader).__name__} does not know its position; attach it as it is, "
+                "attach(..., loader=loader), or pass its dataset and batch_size to "
+                "checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
             )
-        _refuse_out_of_order(getattr(loader, "in_order", True))
+        refuse_out_of_order(getattr(loader, "in_order", True))
         super().__init__(before_batch, body)
         self._loader = loader
         # State for the next iterator. Asking the loader for its state would start its workers.
@@ -321,7 +343,12 @@ class StatefulEpochs(_Epochs):
             self._loader.load_state_dict(self._waiting["position"])
 
 
-def _refuse_out_of_order(in_order: bool) -> None:
+def refuse_out_of_order(in_order: bool) -> None:
+    """Refuse batches whose number does not say which samples were seen.
+
+    Raises:
+        ConfigError: If they are not handed out in order.
+    """
     if not in_order:
         raise ConfigError(
             "in_order=False hands batches out as they come, so their number does not say which were "
@@ -340,11 +367,11 @@ class _SeededSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if get_worker_info() is not None:
             # These are this worker's own generators; collating the batch continues from here.
-            _seed_all(_mixed(self._seed, self._epoch, index))
+            seed_all(mixed_seed(self._seed, self._epoch, index))
             return self._dataset[index]
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
-            _seed_all(_mixed(self._seed, self._epoch, index))
+            seed_all(mixed_seed(self._seed, self._epoch, index))
             return self._dataset[index]
         finally:
             random.setstate(before[0])
@@ -352,13 +379,14 @@ class _SeededSamples(Dataset[Any]):
             torch.set_rng_state(before[2])
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed the global CPU generators of this process: Python's, NumPy's and torch's."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 
-def _mixed(*parts: int) -> int:
+def mixed_seed(*parts: int) -> int:
     """Return one seed from several numbers, mixed as in NumPy."""
     words = np.random.SeedSequence([part % _NUM_SEEDS for part in parts]).generate_state(
         1, np.uint64

@@ -222,8 +222,8 @@ class TrainingLoop:
             Code.GENERATORS_NOT_RESTORED.warn(
                 "the random generators were not restored, because the first step after attach "
                 "began without a forward pass of the attached model with gradients on: this run "
-                "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "
-                "or a checkpointer.dataloader(...), which restore them",
+                "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...), "
+                "a checkpointer.dataloader(...) or an attached DataLoader, which restore them",
             )
         self._restored = _IN_BODY
         self._unhook()

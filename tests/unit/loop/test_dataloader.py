@@ -354,7 +354,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     ) as checkpointer:
         with pytest.raises(ConfigError, match="at least 1, got None"):
             checkpointer.dataloader(Noisy())
-        with pytest.raises(ConfigError, match="DataLoader does not know its position; pass its"):
+        with pytest.raises(
+            ConfigError, match="DataLoader does not know its position; attach it as it is"
+        ):
             checkpointer.dataloader(DataLoader(Noisy(), batch_size=4))
         with pytest.raises(ConfigError, match="has its batch_size and options already"):
             checkpointer.dataloader(DataLoader(Noisy(), batch_size=4), shuffle=True)
