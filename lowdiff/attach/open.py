@@ -44,7 +44,7 @@ from lowdiff.model.averages import Averages, followed_names
 from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
-from lowdiff.model.sharding import is_sharded
+from lowdiff.model.sharding import is_sharded, refuse_ranks_outside
 from lowdiff.model.tracked import Given, Live, watch
 from lowdiff.peers.copies import Copies, ReplicaWard, Ward
 from lowdiff.peers.residuals import KeptResidual, Outgoing, Plan
@@ -138,7 +138,10 @@ def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = ddp.process_group
         return group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if any(map(is_sharded, model.parameters())):
+        sharded = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+        for parameter in sharded:
+            refuse_ranks_outside(parameter, dist.get_world_size())
+        if sharded:
             return dist.group.WORLD
         raise ConfigError(
             f"{dist.get_world_size()} processes train a model without DistributedDataParallel, so "

@@ -211,7 +211,10 @@ def load_weights(
     own_names = {name.removeprefix(FROZEN_ITEM): name for name in live}
     made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
     wrong, taken = [], {}  # name here -> name in the run
+    elsewhere = {spec.name for spec in attached.layout.parameters} - own_names.keys()
     for name, value in _weights(state, items):
+        if name in elsewhere:  # a shard of another rank
+            continue
         own = own_names.get(name, name)
         tensor = live.get(own)
         if tensor is None and own not in slots:

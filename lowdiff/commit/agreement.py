@@ -11,7 +11,7 @@ the ranks' news carry checksums, which are compared before anybody steps again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -186,14 +186,15 @@ class Health:
         self.ranks_apart: tuple[int, ...] = ()
 
     def compare(
-        self, step: int, heard: Sequence[RankNews], digests: Callable[[], list[int]]
+        self, step: int, heard: Sequence[RankNews], digests: Callable[[], Mapping[int, int]]
     ) -> bool:
         """Compare what all ranks said after a step; say it once if they are not alike.
 
         Args:
             step: The step after which they said it.
             heard: By all ranks, in rank order.
-            digests: Takes a checksum of every parameter; called on all ranks, or on none.
+            digests: Takes a checksum of every parameter that this rank trains, by layout index; called on all
+                ranks, or on none.
 
         Returns:
             Whether they were alike before and are not now.
@@ -226,16 +227,18 @@ class Health:
         if self._failure is not None:
             raise self._failure
 
-    def _differing_parameters(self, own: list[int]) -> tuple[tuple[int, ...], str]:
+    def _differing_parameters(self, own: Mapping[int, int]) -> tuple[tuple[int, ...], str]:
         """Find the ranks that hold other parameters than most, and the first of these parameters."""
         try:
-            tables: list[list[int]] = self._ranks.gather(own)
+            pairs = self._ranks.gather([list(pair) for pair in own.items()])
         except RuntimeError as error:
             raise RankLost(error) from error
         found: set[int] = set()
         named = ""
-        for name, values in zip(self._names, zip(*tables, strict=True), strict=True):
-            apart = _minority(values)
+        tables = [dict(theirs) for theirs in pairs]
+        for index, name in enumerate(self._names):
+            holders = [rank for rank, table in enumerate(tables) if index in table]
+            apart = [holders[i] for i in _minority([tables[rank][index] for rank in holders])]
             if apart:
                 named = named or f"parameter {name!r}"
             found.update(apart)

@@ -470,7 +470,8 @@ def _owned_name(parameter: torch.Tensor, name_of: Mapping[int, str]) -> str:
     raise UnsupportedOptimizer(
         f"the optimizer holds a {twin} tensor of shape {tuple(parameter.shape)} that is no "
         "parameter of the model; if these are fp32 master copies, train fp32 parameters under "
-        "torch.autocast instead: then the logged gradient is all that changes them"
+        "torch.autocast instead: then the logged gradient is all that changes them; if the model was "
+        "sharded, build its optimizer after fully_shard, which makes other parameters"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowdiff.core.layout import spec_of
-from lowdiff.errors import UnsupportedModel
+from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import Layout, ParameterSpec
 
 
@@ -45,6 +45,22 @@ def sharded_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         stride=parameter.stride(),
     )
     return whole
+
+
+def refuse_ranks_outside(parameter: torch.Tensor, world_size: int) -> None:
+    """See that all ranks of the job train: those that do not would be waited for.
+
+    Raises:
+        ConfigError: If the mesh of a sharded parameter, with all its dimensions, has fewer ranks.
+    """
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    # A model may lie on one dimension of a mesh; nothing public tells which others there are.
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    if root.size() < world_size:
+        raise ConfigError(
+            f"the model is sharded over {root.size()} of the job's {world_size} ranks; ranks that do not "
+            "train it need a job, or a torchrun, of their own"
+        )
 
 
 def add_up(parameter: torch.Tensor) -> None:
@@ -84,7 +100,7 @@ def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
         parameter.device_mesh,  # type: ignore[attr-defined]
         placements,
     )
-    if tuple(shape) != spec.shape:
+    if tuple(shape) != spec.shape and spec.numel:
         raise UnsupportedModel(
             f"{name!r} is {spec.shape} on this rank, where its placements {placements} make it "
             f"{tuple(shape)}; attach the optimizer's own parameters, sharded as they train"

@@ -32,7 +32,7 @@ class Seen:
         digests: See `Differential.digests`.
         averages: What averages did, with their digests.
         written: What something else than the optimizer wrote.
-        own: One checksum of this rank's share; 0 where ranks are not compared.
+        own: One checksum of what others train as well of this rank's share; 0 where ranks are not compared.
         other: The same of the rank ``watched``.
         watched: Whose share this rank looked at besides its own.
     """
@@ -75,10 +75,16 @@ class Watch:
         self._is_live = mode == "live" and self._can_look
         self._shares = shares_of(attached.layout, world_size)
         self._own = self._shares[rank]
+        #: Of each rank's share what others train as well: in DDP all of it, of shards perhaps nothing.
+        self._common = [
+            [i for i in share if len(attached.layout.parameters[i].ranks) != 1]
+            for share in self._shares
+        ]
         size = len(self._shares)
         others = [(rank + 1 + i) % size for i in range(size - 1)]
-        #: Ranks whose share this rank trains as well, if any.
-        self._watchable = [r for r in others if attached.parameters.keys() >= {*self._shares[r]}]
+        self._watchable = [
+            r for r in others if {*self._common[r]} and {*self._common[r]} <= {*attached.parameters}
+        ]
         self._of_optimizer = [
             [i for i in self._own if attached.owner[i] == index]
             for index in range(len(attached.optimizers))
@@ -134,11 +140,14 @@ class Watch:
             return Seen((), averages, Written())
         done, written = self._look_at_all(step, averages)
         seen = Seen(tuple(self._seen.values()), done, written)
-        if not self._is_live or not self._watchable:
+        if not self._is_live or len(self._shares) == 1:
             return seen
+        own = join(self._seen[i] for i in self._common[self._rank])
+        if not self._watchable:
+            return replace(seen, own=own, other=own, watched=self._rank)
         watched = self._watchable[step % len(self._watchable)]
-        other = join(self._parameters.look(self._shares[watched]).values())
-        return replace(seen, own=join(seen.digests), other=other, watched=watched)
+        other = join(self._parameters.look(self._common[watched]).values())
+        return replace(seen, own=own, other=other, watched=watched)
 
     def is_as_committed(self) -> bool:
         """Whether this rank's share is as the last commit left it."""
@@ -147,9 +156,9 @@ class Watch:
             and all(average.look() == average.seen for average in self._averages.values())
         )
 
-    def digests(self) -> list[int]:
-        """A checksum of every parameter that this rank trains as it is now, in layout order."""
-        return [*self._parameters.look().values()]
+    def digests(self) -> dict[int, int]:
+        """A checksum of every parameter that this rank trains as it is now, by layout index."""
+        return self._parameters.look()
 
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]

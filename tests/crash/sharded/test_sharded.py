@@ -86,6 +86,14 @@ def test_a_killed_rank_costs_no_committed_step(
         assert steps(torn, rank) == steps(calm, rank)
 
 
+@pytest.mark.launch
+def test_copies_of_a_shard_that_part_are_named(tmp_path: Path) -> None:
+    ranks = life(tmp_path, 0, "hsdp", "loop", 8, "--features", "parted")
+    ended(ranks)
+    for rank in ranks:
+        assert "rank(s) 3 differ from the others in parameter '0.weight@8,0'" in rank.printed()
+
+
 def recovered(folder: Path) -> dict[str, Any]:
     """The newest state on this one machine, as `training.whole` has it."""
     state = lowdiff.recover(folder / "run", staging=folder / "staging")

@@ -220,6 +220,9 @@ def main(*words: str) -> None:
         scheduler.step()
         if "ema" in features:
             objects["ema"].update()
+        if "parted" in features and step == 2 and args.rank == args.world_size - 1:
+            with torch.no_grad():
+                local_of(next(model.parameters())).add_(1)
         if "evaluated" in features:
             with torch.no_grad():
                 model(batch(args.kind, step, 7, args.rank))
