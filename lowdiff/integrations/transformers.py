@@ -158,6 +158,12 @@ class LowDiffCallback(TrainerCallback):
         control.should_training_stop |= self.checkpointer.preempted
         return control
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Commit where a signal ended training within an epoch: no epoch ends there when it goes on."""
+        assert self._training is not None
+        if self.checkpointer.preempted and state.global_step < state.max_steps:
+            self._training.stop_within_epoch()
+
     def export_model(
         self, step: int | None = None, folder: str | Path | None = None, *, model: Any = None
     ) -> Path:
@@ -400,6 +406,11 @@ class _Training:
             return 0
         self._order.repeat_epoch()
         return self.consumed
+
+    def stop_within_epoch(self) -> None:
+        """Commit the last step without what the Trainer does at an epoch's end, unless it is the epoch's last."""
+        if self.consumed < self._steps_in_epoch:
+            self.commit()
 
     def end_epoch(self) -> None:
         """Note whether the epoch is over, or training ends within it."""

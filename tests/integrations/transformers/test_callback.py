@@ -154,10 +154,7 @@ class Stream(IterableDataset[Any]):
     [
         ({"train_dataset": Stream()}, "an IterableDataset does not reveal its place"),
         ({"args": {"dataloader_in_order": False}}, "dataloader_in_order=False"),
-        (
-            {"args": {"accelerator_config": {"use_stateful_dataloader": True}}},
-            "use_stateful_dataloader=True",
-        ),
+        ({"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches=True"),
     ],
 )
 def test_a_loader_that_cannot_be_resumed_is_refused(

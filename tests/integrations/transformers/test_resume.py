@@ -237,6 +237,15 @@ def test_a_finished_run_goes_on_with_more_steps(
     check(found, expected)
 
 
+def test_a_signal_ends_training_after_a_step_and_it_goes_on(
+    scripts: Scripts, whole: Any, tmp_path: Path
+) -> None:
+    assert scripts.run("epochs", tmp_path / "run", "on_substep_end:9:SIGTERM") == [0]
+    stopped = torch.load(tmp_path / "run" / "result-0.pt", weights_only=False)
+    assert stopped["state"]["global_step"] in (6, 7)  # a thread notices it
+    check(scripts.finish("epochs", tmp_path / "run"), whole("epochs"))
+
+
 def test_batches_that_were_consumed_are_not_loaded_again(
     scripts: Scripts, whole: Any, tmp_path: Path
 ) -> None:

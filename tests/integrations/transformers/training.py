@@ -114,17 +114,17 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 
 
 class Killer(TrainerCallback):
-    """Ends this process by SIGKILL when something happens for the n-th time."""
+    """Sends this process a signal when something happens for the n-th time."""
 
-    def __init__(self, place: str, count: int) -> None:
-        self.place, self.left = place, count
+    def __init__(self, place: str, count: int, number: int) -> None:
+        self.place, self.left, self.number = place, count, number
 
     def happens(self, place: str) -> None:
         """Say that it happens."""
         if place == self.place:
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.number)
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_"):
@@ -195,11 +195,11 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         name: Of the kind.
         folder: Of run, staging and output.
         more: Further arguments of ``TrainingArguments`` as JSON; ``resume`` is that of ``train``.
-        kill: ``PLACE:COUNT``.
+        kill: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
-    place, _, count = kill.partition(":")
-    killer = Killer(place, int(count or 0))
+    place, count, number = f"{kill or ':0'}:SIGKILL".split(":")[:3]
+    killer = Killer(place, int(count), signal.Signals[number])
     resume = given.pop("resume", None)
     save = torch.save
 
