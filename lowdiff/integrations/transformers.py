@@ -23,13 +23,13 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
@@ -93,6 +93,7 @@ class LowDiffCallback(TrainerCallback):
 
     Attributes:
         checkpointer: The Checkpointer; attached while ``train()`` runs.
+        evaluated: Names of the sets that the run was evaluated with; empty for the only one.
     """
 
     def __init__(self, run: str | Path, **settings: Any) -> None:
@@ -109,6 +110,7 @@ class LowDiffCallback(TrainerCallback):
         self._run, self._staging = Path(run), settings.get("staging")
         self._trainer: Any = None
         self._training: _Training | None = None
+        self.evaluated: set[str] = set()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Find the Trainer and put `_Resuming` before its class.
@@ -266,6 +268,12 @@ class _Resuming:
             return {}
         return self._above._evaluate(*args, **options)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = self._above.get_eval_dataloader(eval_dataset)
+        name = eval_dataset if isinstance(eval_dataset, str) else ""
+        _watch_evaluation(self, loader, name, self._lowdiff.evaluated)
+        return loader
+
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         seconds = self._running.end()
         return self._above._finalize_training(trial, num_train_samples, start_time - seconds)
@@ -363,6 +371,7 @@ class _Training:
         history.restore()
         self.epoch, self.consumed = found["epoch"], found["consumed"]
         self._earlier_seconds = found["seconds"]
+        trainer._lowdiff.evaluated |= set(found["evaluated"])
         self._order.restore(self.consumed)
 
     @property
@@ -457,6 +466,10 @@ class _Training:
         """Processes that load batches; without them this process does, between the steps."""
         return int(self._loader.num_workers)
 
+    def seed(self, epoch: int, number: int) -> int:
+        """A seed for loading a batch of this rank."""
+        return _seed_of(self._trainer.args, epoch, number)
+
     @property
     def seconds(self) -> float:
         """Seconds that the run was trained."""
@@ -530,6 +543,7 @@ class _Progress:
             "epoch": training.epoch,
             "consumed": training.consumed,
             "layout": training.layout,
+            "evaluated": sorted(trainer._lowdiff.evaluated),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -653,7 +667,8 @@ class _Order:
 
     The Trainer's loader fetches a batch while the one before is trained with, and without worker processes this draws
     from the generators of the training: a collator that masks tokens, say. So the generators are kept as they were
-    when the epoch's order was drawn, and before the batch that is fetched but not consumed.
+    when the epoch's order was drawn, and before the batch that is fetched but not consumed. Worker processes are given
+    a seed for each batch.
 
     Attributes:
         at_epoch: Generators of process and samplers when the epoch began; a stateful object.
@@ -682,8 +697,13 @@ class _Order:
         base = getattr(loader, "base_dataloader", loader)
         # DataLoader sets a sampler but once; the watched one hands out the same batches.
         name = "sampler" if isinstance(base.sampler, BatchSampler) else "batch_sampler"
-        object.__setattr__(base, name, _WatchedBatches(getattr(base, name), self))
+        watched = _WatchedBatches(getattr(base, name), self._seed, self)
+        object.__setattr__(base, name, watched)
         self._loader, self._samplers = base, list(_chain(base))
+
+    def _seed(self, number: int) -> int | None:
+        training = self._training
+        return training.seed(training.epoch, number) if training.num_workers else None
 
     def restore(self, consumed: int) -> None:
         """Take what ``attach`` has restored; the seeds count from now on."""
@@ -757,11 +777,21 @@ class _Order:
 
 
 class _WatchedBatches(BatchSampler):
-    """A loader's batch sampler that tells when the next batch is asked for."""
+    """A loader's batch sampler that tells when the next batch is asked for, and seeds worker processes."""
 
-    def __init__(self, sampler: Any, order: _Order) -> None:
+    def __init__(
+        self, sampler: Any, seed: Callable[[int], int | None], order: _Order | None = None
+    ) -> None:
+        """Watch a sampler.
+
+        Args:
+            sampler: Whose batches are handed out.
+            seed: What a worker process loads a batch with, by its number in the epoch; None where this process
+                loads it, with its own generators.
+            order: Told of every batch.
+        """
         self.watched = sampler
-        self._order = order
+        self._seed, self._order = seed, order
 
     def __getattr__(self, name: str) -> Any:
         if name == "watched":  # while it is copied
@@ -771,12 +801,67 @@ class _WatchedBatches(BatchSampler):
     def __len__(self) -> int:
         return len(self.watched)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         count = 0
         for count, indices in enumerate(self.watched, 1):
-            self._order.note_request(count - 1)
-            yield indices
-        self._order.note_end(count)
+            if self._order is not None:
+                self._order.note_request(count - 1)
+            seed = self._seed(count - 1)
+            yield indices if seed is None else _SeededBatch(indices, seed)
+        if self._order is not None:
+            self._order.note_end(count)
+
+
+class _SeededBatch:
+    """Indices of a batch on their way to a worker process, which seeds its generators when it receives them.
+
+    The batch is then loaded the same way whichever worker does it, and whatever it loaded before.
+    """
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self._indices, self._seed = indices, seed
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, int]]:
+        return _received, (self._indices, self._seed)
+
+
+def _watch_evaluation(trainer: Any, loader: Any, name: str, evaluated: set[str]) -> None:
+    """Make what worker processes load for an evaluation depend on the step alone.
+
+    Args:
+        trainer: Its Trainer.
+        loader: The evaluation's; a persistent one is handed out again and again.
+        name: Of its data set.
+        evaluated: Sets that the run was evaluated with before; the name is added.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    sampler = getattr(base, "batch_sampler", None)
+    if getattr(base, "num_workers", 0) and not isinstance(base.dataset, IterableDataset):
+        if sampler is not None and not isinstance(sampler, _WatchedBatches):
+
+            def seed(number: int) -> int:
+                return _seed_of(trainer.args, trainer.state.global_step, number, 1)
+
+            object.__setattr__(base, "batch_sampler", _WatchedBatches(sampler, seed))
+        if name in evaluated and base.persistent_workers and base._iterator is None:
+            # In a run that nobody kills, the workers live since the first evaluation, which drew their seed.
+            base.generator = torch.Generator()
+    evaluated.add(name)
+
+
+def _seed_of(args: Any, *parts: int) -> int:
+    """Return one seed for this rank and some numbers."""
+    words = np.random.SeedSequence([args.seed % 2**63, args.process_index, *parts])
+    return int(words.generate_state(1, np.uint64)[0]) % 2**63
+
+
+def _received(indices: Any, seed: int) -> Any:
+    """Seed the generators of a worker process; return the indices that it will load next."""
+    if get_worker_info() is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+    return indices
 
 
 class _Fetched:

@@ -152,7 +152,8 @@ PLACES = {
     ],
     "stops early": ["on_evaluate:2", "torch.save:8", "on_step_begin:8", "on_train_end:1"],
     "bf16 by length": ["on_step_begin:3", "on_step_end:13", "on_epoch_begin:2", "on_optimizer_step:16", "on_epoch_end:1"],
-    "workers": ["on_step_begin:4", "on_step_end:13", "on_epoch_begin:2", "on_step_begin:17"],
+    "workers": ["on_step_begin:4", "on_prediction_step:3", "on_train_end:1", "on_step_end:13", "on_epoch_begin:2", "on_step_begin:17"],
+    "forked anew": ["on_step_begin:4", "on_step_end:15"],
     "replica": ["on_step_begin:5", "on_epoch_begin:2", "on_optimizer_step:16"],
     "adapter": ["on_step_begin:5", "on_step_end:16"],
 }  # fmt: skip

@@ -85,8 +85,12 @@ KINDS = {
         )
     ),
     "workers": Kind(
-        dict(max_steps=18, dataloader_num_workers=2, dataloader_persistent_workers=True, logging_steps=1), draws=False
+        dict(
+            max_steps=18, dataloader_num_workers=2, dataloader_persistent_workers=True, logging_steps=1,
+            eval_strategy="steps", eval_steps=5,
+        )
     ),
+    "forked anew": Kind(dict(max_steps=18, dataloader_num_workers=1, logging_steps=1)),
     "replica": Kind(dict(max_steps=18, logging_steps=4), settings={}),
     "adapter": Kind(dict(max_steps=18, logging_steps=4, learning_rate=1e-2), adapter=True),
     "two": Kind(
