@@ -197,12 +197,12 @@ def test_it_goes_on_after_kills_at_random(
         "on_step_begin:4",
         "on_substep_end:7",
         "on_prediction_step:4",
-        "torch.save:5",
+        "torch.save:2",
         "on_epoch_begin:2",
         "on_step_end:8",
     ],
 )
-def test_two_processes_go_on_after_both_die(
+def test_two_processes_go_on_after_one_dies_and_the_other_with_it(
     scripts: Scripts, whole: Any, tmp_path: Path, place: str
 ) -> None:
     expected = whole("two", 2)

@@ -199,11 +199,12 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         name: Of the kind.
         folder: Of run, staging and output.
         more: Further arguments of ``TrainingArguments`` as JSON; ``resume`` is that of ``train``.
-        kill: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
+        kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
     place, count, number = f"{kill or ':0'}:SIGKILL".split(":")[:3]
-    killer = Killer(place, int(count), signal.Signals[number])
+    is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    killer = Killer(place, int(count) if is_last else 0, signal.Signals[number])
     resume = given.pop("resume", None)
     save = torch.save
 
