@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # What `make test` leaves out; `make test MARKERS=slow` runs only the slow ones.
-MARKERS ?= not slow and not gpu
+MARKERS ?= not slow and not gpu and not framework
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
 # For which `make wheel` proves the wheel.
@@ -20,16 +20,20 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test coverage soak wheel demo bench bench-peers check lint format clean
+.PHONY: test test-integrations coverage soak wheel demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
-test coverage: export OMP_WAIT_POLICY := passive
+test test-integrations coverage: export OMP_WAIT_POLICY := passive
 
 # Without a cache mypy takes one core for half a minute: the tests do not wait for it.
 test: lint
 	@types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & mypy=$$!; \
 	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal; tests=$$?; \
 	wait $$mypy; code=$$?; cat $$types; rm $$types; exit $$((tests ? tests : code))
+
+# Trainings of frameworks that are killed and go on; the frameworks are large, and so no part of `make test`.
+test-integrations: .venv/installed-dev .venv/installed-integrations
+	$(BIN)/pytest -q -m framework -n 2 --dist worksteal tests/integrations tests/examples
 
 # Fails where less than nine tenths are reached. Left out is a test that nobody else's modules are
 # loaded, as those of the measurement would be.

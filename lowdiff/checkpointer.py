@@ -871,6 +871,29 @@ def break_off() -> None:
         checkpointer._break_off()
 
 
+def begin_body(checkpointer: Checkpointer) -> None:
+    """Restore the generators of the last commit, if this process did not yet; for `lowdiff.integrations`.
+
+    For frameworks whose loop is not ours: called where the first body begins, before its batch is fetched.
+    """
+    checkpointer._body_begins()
+
+
+def ignore_checkpoint(checkpointer: Checkpointer, given: object, instead: str) -> None:
+    """Warn that a checkpoint of a framework is not loaded; for `lowdiff.integrations`.
+
+    Args:
+        checkpointer: Whose run is resumed.
+        given: What the script named, as it named it.
+        instead: How to begin a new run from it.
+    """
+    Code.CHECKPOINT_IGNORED.warn(
+        f"{given} is not loaded: the run {checkpointer._settings.run} goes on after its own last step. To begin "
+        f"another run from that checkpoint, {instead}",
+        given=str(given),
+    )
+
+
 def _after_fork_in_child() -> None:
     for checkpointer in _attached.values():
         checkpointer._forked()

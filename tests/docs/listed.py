@@ -24,6 +24,11 @@ NOT_RUN = {
     ): "examples/hsdp_topk.py, which a test runs, in short",
     ("docs/contributing.md", "make check"): "it runs the tests",
     ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",
+    ("docs/integrations.md", "pip install"): "it would change this environment",
+    (
+        "docs/integrations.md",
+        "from lowdiff.integrations.transformers",
+    ): "tests/integrations/transformers/test_callback.py runs it",
     ("docs/survivors.md", "pip install '.[in-process]'"): "it would change this environment",
     (
         "docs/survivors.md",

@@ -1,0 +1,278 @@
+"""A user's script with a Trainer: a tiny GPT2 on synthetic text, which may kill itself anywhere.
+
+Nothing in it knows of lowdiff but the one callback.
+"""
+
+# ruff: noqa: C408 - arguments are written as a call writes them
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+
+from lowdiff.compressors import TopK
+from lowdiff.integrations.transformers import LowDiffCallback
+
+NUM_ROWS, LENGTH, WORDS = 52, 12, 32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a script trains, beside the model.
+
+    Attributes:
+        arguments: Of ``TrainingArguments``.
+        settings: Of ``LowDiffCallback``.
+        draws: Whether the collator masks tokens at random, as for masked language models.
+        patience: Of early stopping; None without it.
+        adapter: Whether only a low-rank adapter of peft is trained.
+    """
+
+    arguments: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=lambda: {"compressor": TopK(density=0.1)})
+    draws: bool = True
+    patience: int | None = None
+    adapter: bool = False
+
+
+KINDS = {
+    # 13 batches in an epoch: ends in the second.
+    "steps": Kind(
+        dict(
+            max_steps=20, eval_strategy="steps", eval_steps=4, logging_steps=3, save_strategy="steps", save_steps=7,
+            label_smoothing_factor=0.1, eval_on_start=True,
+        )
+    ),
+    # 5 steps in an epoch, of which the last has one batch.
+    "epochs": Kind(
+        dict(
+            num_train_epochs=3, gradient_accumulation_steps=3, eval_strategy="epoch", save_strategy="epoch",
+            logging_steps=2, load_best_model_at_end=True, metric_for_best_model="loss", lr_scheduler_type="cosine",
+        ),
+        patience=5,
+    ),
+    "stops early": Kind(
+        dict(
+            num_train_epochs=20, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
+            load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=0.3, save_total_limit=2,
+            logging_steps=5,
+        ),
+        patience=2,
+    ),
+    "bf16 by length": Kind(
+        dict(
+            max_steps=18, bf16=True, train_sampling_strategy="group_by_length", logging_strategy="epoch",
+            eval_strategy="epoch", save_strategy="best", metric_for_best_model="loss",
+        )
+    ),
+    "workers": Kind(
+        dict(
+            max_steps=18, dataloader_num_workers=2, dataloader_persistent_workers=True, logging_steps=1,
+            eval_strategy="steps", eval_steps=5,
+        )
+    ),
+    "forked anew": Kind(dict(max_steps=18, dataloader_num_workers=1, logging_steps=1)),
+    "replica": Kind(dict(max_steps=18, logging_steps=4), settings={}),
+    "adapter": Kind(dict(max_steps=18, logging_steps=4, learning_rate=1e-2), adapter=True),
+    "two": Kind(
+        dict(
+            max_steps=10, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, logging_steps=2,
+            save_strategy="steps", save_steps=4,
+        )
+    ),
+}  # fmt: skip
+
+
+class Text(Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens of different lengths, which count upwards; counts what is loaded."""
+
+    def __init__(self, count: int, start: int) -> None:
+        self.rows = [(torch.arange(LENGTH - i % 3) + start + i * i) % WORDS for i in range(count)]
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.loaded.append(index)
+        return {"input_ids": self.rows[index]}
+
+
+class Killer(TrainerCallback):
+    """Sends this process a signal when something happens for the n-th time."""
+
+    def __init__(self, place: str, count: int, number: int) -> None:
+        self.place, self.left, self.number = place, count, number
+
+    def happens(self, place: str) -> None:
+        """Say that it happens."""
+        if place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), self.number)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda *_, **__: self.happens(name)
+        return super().__getattribute__(name)
+
+
+class Counter(TrainerCallback, ExportableState):
+    """A callback of the user's with a state, and random numbers of its own."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.steps, self.drawn = start, 0, 0.0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Count."""
+        self.steps += 1
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Draw, as what generates samples of text does."""
+        self.drawn = self.drawn / 2 + random.random()
+
+    def state(self) -> dict[str, Any]:
+        """See ExportableState."""
+        return {
+            "args": {"start": self.start},
+            "attributes": {"steps": self.steps, "drawn": self.drawn},
+        }
+
+
+def collator(
+    kind: Kind, happens: Callable[[str], None]
+) -> Callable[[list[Any]], dict[str, torch.Tensor]]:
+    """What makes a batch of rows."""
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        happens("collate")
+        tokens = torch.zeros(len(rows), LENGTH, dtype=torch.long)
+        labels = torch.full_like(tokens, -100)
+        for i, row in enumerate(rows):
+            words = row["input_ids"]
+            tokens[i, : len(words)] = labels[i, : len(words)] = words
+        if kind.draws:
+            tokens[torch.rand(tokens.shape) < 0.1] = random.randrange(WORDS)
+            tokens[:, int(np.random.randint(LENGTH))] = 0
+        return {"input_ids": tokens, "labels": labels}
+
+    return collate
+
+
+def tiny_model() -> Any:
+    """A GPT2 of a few thousand parameters, with dropout."""
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
+    """Train or resume, and write what is compared to ``FOLDER/result-RANK.pt``.
+
+    Args:
+        name: Of the kind.
+        folder: Of run, staging and output.
+        more: Further arguments of ``TrainingArguments`` as JSON; ``resume`` is that of ``train``.
+        kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
+    """
+    kind, given = KINDS[name], json.loads(more)
+    place, count, number = f"{kill or ':0'}:SIGKILL".split(":")[:3]
+    is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    killer = Killer(place, int(count) if is_last else 0, signal.Signals[number])
+    resume = given.pop("resume", None)
+    save = torch.save
+
+    def save_or_die(*args: Any, **options: Any) -> None:
+        killer.happens("torch.save")
+        save(*args, **options)
+
+    torch.save = save_or_die
+    options: dict[str, Any] = dict(
+        output_dir=f"{folder}/output", per_device_train_batch_size=4, learning_rate=1e-3, use_cpu=True, seed=3,
+        save_strategy="no", report_to="none", disable_tqdm=True, remove_unused_columns=False, warmup_steps=4,
+    )  # fmt: skip
+    args = TrainingArguments(**(options | kind.arguments | given))
+    torch.manual_seed(0)
+    model = tiny_model()
+    if kind.adapter:
+        import peft
+
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
+    rows = Text(NUM_ROWS, 0)
+    counter = Counter()
+    callback = LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **kind.settings)
+    callbacks: list[Any] = [counter, killer, callback]
+    if kind.patience is not None:
+        callbacks.append(EarlyStoppingCallback(kind.patience))
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=Text(9, 5),
+        data_collator=collator(kind, killer.happens),
+        callbacks=callbacks,
+    )
+    output = trainer.train(resume_from_checkpoint=resume)
+    rank = args.process_index
+    torch.save = save
+    result = {
+        "weights": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.optimizer.state_dict(),
+        "rates": trainer.lr_scheduler.state_dict()["_last_lr"],
+        "history": [timeless(entry) for entry in trainer.state.log_history],
+        "state": {
+            key: getattr(trainer.state, key)
+            for key in (
+                "epoch",
+                "global_step",
+                "total_flos",
+                "best_metric",
+                "best_global_step",
+                "best_model_checkpoint",
+            )
+        },
+        "metrics": timeless(output.metrics),
+        "loss": output.training_loss,
+        "callbacks": [counter.state(), *(c.early_stopping_patience_counter for c in callbacks[3:])],
+        "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],
+        "evaluation": timeless(trainer.evaluate()),
+        "loaded": rows.loaded,
+    }
+    partial = Path(folder, f"partial-{rank}.pt")
+    torch.save(result, partial)
+    partial.replace(Path(folder, f"result-{rank}.pt"))
+
+
+def timeless(entry: dict[str, Any]) -> dict[str, Any]:
+    """Metrics without those that tell how long something took."""
+    return {
+        key: value for key, value in entry.items() if not key.endswith(("runtime", "per_second"))
+    }
