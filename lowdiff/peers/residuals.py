@@ -33,6 +33,8 @@ _MOST_STEPS_BEHIND = 2
 #: Steps behind the last replicated one whose residuals are sent. Recovery goes back to that step or a later one,
 #: and keepers have slots for all of these.
 _MOST_STEPS_AHEAD = NUM_SLOTS - 1
+#: Where nothing has been replicated for longer, nothing soon will be.
+_STUCK_STEPS = 4
 #: A part up to this size is sent in any span while none is known: it would hardly last into an exchange.
 _SMALL_BYTES = 1 << 20
 
@@ -216,7 +218,7 @@ class Outgoing:
         if self._pending is None or self._held_step is None:
             return False
         # Where nothing is replicated any more, a copy waits for a snapshot, or a rank is far behind.
-        is_stuck = self._offered_step - self._held_step > _MOST_STEPS_BEHIND
+        is_stuck = self._offered_step - self._held_step > _STUCK_STEPS
         return is_stuck or self._pending[0] - self._held_step <= _MOST_STEPS_AHEAD
 
     def next_part(self) -> Part | None:

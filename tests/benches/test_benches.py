@@ -43,6 +43,7 @@ FIGURES = {
         "bytes_read_rank_of_2_over_1",
         "first_step_over_torch_save",
     },
+    "sharded": {"overhead_upper95", "overhead_ddp_upper95", "training_thread_ms_per_step"},
     "small_steps": {"commit_ms"},
     "survivors": {
         "training_thread_share",

@@ -142,7 +142,9 @@ def unequal(rank: int, world_size: int, folder: str) -> Any:
     training.train(2, 3, 4)
     before = records_of_copy(folder, 1) if rank == 0 else {}
     told = training.checkpointer.stats()["replicated_step"]
-    training.train(5, 6, 7)
+    training.train(5, 6)
+    wait_until(training.checkpointer, lambda stats: stats["held_step"] >= 6, seconds=20)
+    training.train(7, 8)
     training.wait_for(6)
     after = records_of_copy(folder, 1) if rank == 0 else {}
     training.checkpointer.close()
@@ -174,7 +176,9 @@ def removed(rank: int, world_size: int, folder: str) -> Any:
     training.train(0, 1, 2)
     if rank == 0:
         shutil.rmtree(training.staging)
-    training.train(3, 4, 5, 6, 7)
+    training.train(3, 4, 5, 6)
+    wait_until(training.checkpointer, lambda stats: stats["held_step"] >= 6, seconds=20)
+    training.train(7, 8)
     training.wait_for(6)
     found = both(folder) if rank == 0 else []
     training.checkpointer.close()
