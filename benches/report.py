@@ -158,6 +158,22 @@ REPORTED: dict[str, Reported] = {
             ),
             _of_summary(tables.of_survivors),
         ),
+        (
+            "peer_memory",
+            "bench_peer_memory",
+            "copies on other nodes",
+            lambda found: f"{found['bytes_sent_per_step_over_gemini']:.4f} of Gemini's bytes",
+            _of_summary(tables.of_peer_memory),
+        ),
+        (
+            "sharded",
+            "bench_sharded",
+            "every step of a sharded model",
+            lambda found: (
+                f"{100 * found['overhead_median']:.1f} % of a step, two ranks on two cores"
+            ),
+            _of_summary(tables.of_sharded),
+        ),
     )
 }
 

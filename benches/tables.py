@@ -349,6 +349,59 @@ def of_survivors(found: Summary) -> str:
     return "\n\n".join(lines)
 
 
+def of_peer_memory(found: Summary) -> str:
+    """Table of ``bench_peer_memory``."""
+    rows = [
+        [text, f"{found[f'bytes_sent_per_step_{arm}']:,.0f} bytes"]
+        for arm, text in (
+            ("log", "log of steps"),
+            ("replica", "replica"),
+            ("gemini", "whole state"),
+        )
+    ]
+    share, log = found["bytes_sent_per_step_over_gemini"], found["overhead_over_one_copy_upper95"]
+    lines = [
+        table(["a second copy", "sent per step by all nodes"], rows),
+        (
+            f"The worse of log and replica sends {share:.4f} of what the whole state takes (target "
+            f"{verdict(share, 0.01, '0.01')}); lowdiff's own messages are "
+            f"{found['messages_bytes_per_step_log']:,.0f} bytes, the rest is how the training's own traffic varies."
+        ),
+        (
+            f"With a log a second copy takes {percent(found['overhead_over_one_copy_median'])} of a step, with "
+            f"95 % confidence at most {percent(log)} (target {verdict(log, 0.02, '2 %')}); with a replica, whose "
+            f"work doubles, {percent(found['overhead_replica'])}."
+        ),
+        (
+            f"What ranks lack after the loss of a node comes in {found['retrieval_over_copy']:.2f} of the time of "
+            "plain copies of the same bytes to all of them "
+            f"(target {verdict(found['retrieval_over_copy'], 1.5, '1.5')}), and of a copy of the fresh rank's "
+            f"bytes alone in {found['retrieval_over_copy_of_one']:.1f}."
+        ),
+    ]
+    return "\n\n".join(lines)
+
+
+def of_sharded(found: Summary) -> str:
+    """Table of ``bench_sharded``."""
+    rows = [
+        [
+            text,
+            f"{found[f'step_seconds{key}']:.2f} s",
+            percent(found[f"overhead{key}_median"]),
+            percent(found[f"overhead{key}_upper95"]),
+        ]
+        for key, text in (("", "FSDP2"), ("_ddp", "DDP"))
+    ]
+    bound = found["overhead_upper95"]
+    return "\n\n".join(
+        [
+            table(["two ranks on two cores", "a bare step", "every step kept", "95 % bound"], rows),
+            f"The target for FSDP2's bound is {verdict(bound, 0.06, '6 %')}.",
+        ]
+    )
+
+
 def of_failures(found: Summary) -> str:
     """Table of ``bench_failures``."""
     rows: list[tuple[str, str, Callable[[float], str]]] = [
