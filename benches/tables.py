@@ -352,20 +352,24 @@ def of_survivors(found: Summary) -> str:
 def of_peer_memory(found: Summary) -> str:
     """Table of ``bench_peer_memory``."""
     rows = [
-        [text, f"{found[f'bytes_sent_per_step_{arm}']:,.0f} bytes"]
-        for arm, text in (
-            ("log", "log of steps"),
-            ("replica", "replica"),
-            ("gemini", "whole state"),
+        [
+            text,
+            f"{found[own]:,.0f} bytes",
+            f"{found[f'bytes_sent_per_step_{arm}']:+,.0f} bytes",
+        ]
+        for arm, text, own in (
+            ("log", "log of steps", "messages_bytes_per_step_log"),
+            ("replica", "replica", "messages_bytes_per_step_replica"),
+            ("gemini", "whole state", "state_bytes_per_step_gemini"),
         )
     ]
     share, log = found["bytes_sent_per_step_over_gemini"], found["overhead_over_one_copy_upper95"]
     lines = [
-        table(["a second copy", "sent per step by all nodes"], rows),
+        table(["a second copy, per step of all nodes", "messages", "more at the interfaces"], rows),
         (
             f"The worse of log and replica sends {share:.4f} of what the whole state takes (target "
-            f"{verdict(share, 0.01, '0.01')}); lowdiff's own messages are "
-            f"{found['messages_bytes_per_step_log']:,.0f} bytes, the rest is how the training's own traffic varies."
+            f"{verdict(share, 0.01, '0.01')}). Interfaces carry the training's own traffic as well, which varies by "
+            "more than the messages."
         ),
         (
             f"With a log a second copy takes {percent(found['overhead_over_one_copy_median'])} of a step, with "
