@@ -209,12 +209,17 @@ class Outgoing:
         first = self._step if self._step >= 0 else self._pending[0] if self._pending else None
         if first is None or step < first or not self.plan.fits:
             return False
+        if self._step < 0 and not self._may_begin():  # it waits for news, which notes bring
+            return False
         return self._offered_step - first < _MOST_STEPS_BEHIND
 
     def is_due(self) -> bool:
         """Whether `next_part` is to be called; the lock is held."""
         if self._parts:
             return self.plan.spans.is_open(self._parts[0].position)
+        return self._may_begin()
+
+    def _may_begin(self) -> bool:
         if self._pending is None or self._held_step is None:
             return False
         # Where nothing is replicated any more, a copy waits for a snapshot, or a rank is far behind.
