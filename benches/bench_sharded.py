@@ -1,4 +1,4 @@
-"""What a checkpoint at every step costs a sharded training: FSDP2 with strategy ``replica``, beside bare FSDP2.
+"""Measure a checkpoint at every step of a sharded training: FSDP2 with strategy ``replica``, beside bare FSDP2.
 
     python -m benches.bench_sharded --out DIR [--smoke]
 

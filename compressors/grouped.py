@@ -8,7 +8,7 @@ whoever averaged that, and numbers entries as the run does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,28 +57,37 @@ class GroupedReducer:
         self._reducer.close()
 
 
-def decoder_of(compressor: Compressor, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-    """Prepare one step's gradient for decoding by block, whichever ranks train what.
+def decoding(compressor: Compressor, layout: Layout) -> Callable[[Sequence[Payload]], Decoder]:
+    """Return what prepares a step's gradient for decoding by block, whichever ranks train what.
+
+    It takes the payloads of all ranks of the run, in rank order. Replica groups are found once for all steps.
 
     Args:
         compressor: It made the payloads.
-        payloads: Of all ranks of the run, in rank order.
         layout: Of the run.
 
     Raises:
-        ReplayMismatch: If the payloads do not fit the layout.
+        ReplayMismatch: Later, if payloads do not fit the layout.
     """
     groups = replica_groups(layout)
     if len(groups) == 1 or isinstance(compressor, Dense):
-        return compressor.decoder(payloads, layout)
-    place_of: dict[int, tuple[Decoder, int]] = {}
-    for ranks, part in groups.items():
-        own = [payloads[rank] for rank in ranks] if ranks else payloads
-        decoder = compressor.decoder(own, part.layout)
-        place_of.update({index: (decoder, place) for place, index in enumerate(part.indices)})
+        return lambda payloads: compressor.decoder(payloads, layout)
+    place_of = {
+        index: (ranks, place)
+        for ranks, part in groups.items()
+        for place, index in enumerate(part.indices)
+    }
 
-    def decode(block: Block, out: torch.Tensor) -> None:
-        decoder, place = place_of[block.parameter]
-        decoder(replace(block, parameter=place), out)
+    def decoder_of(payloads: Sequence[Payload]) -> Decoder:
+        decoders = {}
+        for ranks, part in groups.items():
+            own = [payloads[rank] for rank in ranks] if ranks else payloads
+            decoders[ranks] = compressor.decoder(own, part.layout)
 
-    return decode
+        def decode(block: Block, out: torch.Tensor) -> None:
+            ranks, place = place_of[block.parameter]
+            decoders[ranks](replace(block, parameter=place), out)
+
+        return decode
+
+    return decoder_of

@@ -5,13 +5,13 @@ Elements are only moved: every value keeps its bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lowdiff.core.layout import flat_like, shaped, torch_dtype
+from lowdiff.core.layout import by_tensor, flat_like, in_a_row, shaped, torch_dtype
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.state import (
     FROZEN_ITEM,
@@ -23,14 +23,6 @@ from lowdiff.recovery.state import (
 from lowdiff.types import Layout, OptimizerSpec, ParameterSpec
 
 
-def by_tensor(layout: Layout) -> dict[str, list[ParameterSpec]]:
-    """Return the entries of each tensor of the model."""
-    found: dict[str, list[ParameterSpec]] = {}
-    for spec in layout.parameters:
-        found.setdefault(spec.tensor, []).append(spec)
-    return found
-
-
 def whole(state: RecoveredState) -> RecoveredState:
     """Put the shards of every tensor together; a state that has none as it is.
 
@@ -40,16 +32,9 @@ def whole(state: RecoveredState) -> RecoveredState:
     _put_frozen_together(state)
     if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
         return state
-    specs, offset = [], 0
-    for tensor, parts in by_tensor(layout).items():
-        specs.append(_whole_spec(tensor, parts[0], offset))
-        offset = specs[-1].stop
-    tensor_of = {spec.name: spec.tensor for spec in layout.parameters}
-    optimizers = [
-        replace(o, groups=tuple(_tensors(names, tensor_of) for names in o.groups))
-        for o in state.fence.optimizers
-    ]
-    return resharded(state, Layout(tuple(specs)), optimizers)
+    wholes = in_a_row(_whole_spec(parts[0]) for parts in by_tensor(layout).values())
+    optimizers = [replace(o, groups=tensor_groups(o, layout)) for o in state.fence.optimizers]
+    return resharded(state, wholes, optimizers)
 
 
 def _put_frozen_together(state: RecoveredState) -> None:
@@ -60,25 +45,31 @@ def _put_frozen_together(state: RecoveredState) -> None:
         for part in parts:
             held = decode_item(name, state.items[part.ranks[0] if part.ranks else 0][name])
             values[part.name] = flat_like(held, part)
-        spec = _whole_spec(tensor, parts[0], 0)
+        spec = _whole_spec(parts[0])
         data = encode(shaped(_cut(spec, parts, values), spec))
         for items in state.items:
             items[name] = data
     state.fence = replace(state.fence, frozen_shards=Layout(()))
 
 
-def _whole_spec(tensor: str, part: ParameterSpec, offset: int) -> ParameterSpec:
+def _whole_spec(part: ParameterSpec) -> ParameterSpec:
+    """Describe the tensor that an entry is a part of; it lies at offset 0."""
     if not part.is_shard:
-        return replace(part, offset=offset, ranks=())
+        return replace(part, offset=0, ranks=())
     strides, size = [], 1
     for length in reversed(part.whole_shape):
         strides.append(size)
         size *= max(length, 1)
-    return ParameterSpec(tensor, part.whole_shape, tuple(reversed(strides)), part.dtype, offset)
+    return ParameterSpec(part.tensor, part.whole_shape, tuple(reversed(strides)), part.dtype, 0)
 
 
-def _tensors(names: Iterable[str], tensor_of: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(tensor_of.get(name, name) for name in names))
+def tensor_groups(optimizer: OptimizerSpec, layout: Layout) -> tuple[tuple[str, ...], ...]:
+    """Return the tensors of each of an optimizer's groups, whose members may be shards."""
+    tensor_of = {spec.name: spec.tensor for spec in layout.parameters}
+    return tuple(
+        tuple(dict.fromkeys(tensor_of.get(name, name) for name in names))
+        for names in optimizer.groups
+    )
 
 
 def resharded(

@@ -8,7 +8,7 @@ import time
 from lowdiff.attach.open import Opened
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, WriterFailed
-from lowdiff.persistence.format.image import manifest_file
+from lowdiff.persistence.format.image import is_complete
 from lowdiff.persistence.staging.status import WriterStatus
 
 _MEET_SECONDS = 60.0
@@ -95,8 +95,7 @@ def _sees_all_shares(opened: Opened, status: WriterStatus) -> bool:
     if settings.store is not None:
         return status.remote_snapshot >= step
     snapshot = settings.folder.snapshot(opened.staging.folder.incarnation, step)
-    ranks = range(opened.ranks.world_size)
-    return all(manifest_file(snapshot, rank).is_file() for rank in ranks)
+    return is_complete(snapshot, opened.ranks.world_size)
 
 
 def _abandon(opened: Opened) -> None:

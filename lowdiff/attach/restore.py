@@ -19,6 +19,7 @@ from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.replay.optimizers import placed_scalar, take_scales_by_groups
+from lowdiff.recovery.reshard import tensor_groups
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
     EXTRA_ITEM,
@@ -27,7 +28,7 @@ from lowdiff.recovery.state import (
     RecoveredState,
     is_aligned,
 )
-from lowdiff.types import Fence, Layout, OptimizerSpec
+from lowdiff.types import Fence, Layout
 
 _NEW_RUN = (
     "start a new run folder, or take the old weights along, where names and shapes fit with "
@@ -405,12 +406,6 @@ def _optimizer_difference(attached: Attached, fence: Fence) -> str | None:
     for old, new in zip(fence.optimizers, attached.specs, strict=True):
         if old.class_name != new.class_name:
             return f"optimizer: {old.class_name}, now {new.class_name}"
-        if _tensors_of(old, fence.layout) != _tensors_of(new, attached.layout):
+        if tensor_groups(old, fence.layout) != tensor_groups(new, attached.layout):
             return "division of the parameters into optimizer groups"
     return None
-
-
-def _tensors_of(optimizer: OptimizerSpec, layout: Layout) -> list[list[str]]:
-    """The tensors of each of an optimizer's groups, whose entries may be shards."""
-    tensor_of = {spec.name: spec.tensor for spec in layout.parameters}
-    return [list(dict.fromkeys(tensor_of.get(n, n) for n in names)) for names in optimizer.groups]

@@ -18,11 +18,12 @@ from lowdiff.attach.restore import (
     unlike,
 )
 from lowdiff.core.events import Code, inform
+from lowdiff.core.layout import by_tensor, in_a_row
 from lowdiff.model.averages import followed_names
 from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
-from lowdiff.recovery.reshard import by_tensor, resharded, whole
+from lowdiff.recovery.reshard import resharded, whole
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -31,7 +32,7 @@ from lowdiff.recovery.state import (
     is_same_class,
 )
 from lowdiff.settings import Settings
-from lowdiff.types import Fence, Layout
+from lowdiff.types import Fence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +124,7 @@ def _divided_as(attached: Attached, state: RecoveredState, restore: str) -> Reco
         if spec.tensor in old and old[spec.tensor][0].shape == spec.whole_shape
     ]
     others = [s for s in state.fence.layout.parameters if shapes.get(s.tensor) != s.whole_shape]
-    return resharded(state, Layout((*kept, *others)), state.fence.optimizers)
+    return resharded(state, in_a_row((*kept, *others)), state.fence.optimizers)
 
 
 def _compare_objects(

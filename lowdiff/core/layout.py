@@ -123,19 +123,32 @@ def laid_out(parts: Iterable[tuple[ParameterSpec, torch.Tensor]]) -> Layout:
         UnsupportedModel: For sparse, complex or overlapping parameters.
     """
     held = list(parts)
-    found: list[ParameterSpec] = []
-    offset = 0
     for spec, tensor in held:
         _refuse_unsupported(spec.tensor, tensor)
-        found.append(replace(spec, offset=offset))
-        offset += spec.numel
-    if not found:
+    if not held:
         raise ConfigError(
             "the model has no trainable parameter that an attached optimizer owns; attach the "
             "model after building its optimizer, with requires_grad set"
         )
     refuse_shared_memory({spec.name: tensor for spec, tensor in held})
+    return in_a_row(spec for spec, _ in held)
+
+
+def in_a_row(specs: Iterable[ParameterSpec]) -> Layout:
+    """Give entries offsets from 0, one behind the other; those that they have do not count."""
+    found, offset = [], 0
+    for spec in specs:
+        found.append(replace(spec, offset=offset))
+        offset = found[-1].stop
     return Layout(tuple(found))
+
+
+def by_tensor(layout: Layout) -> dict[str, list[ParameterSpec]]:
+    """Return the entries of each tensor of the model."""
+    found: dict[str, list[ParameterSpec]] = {}
+    for spec in layout.parameters:
+        found.setdefault(spec.tensor, []).append(spec)
+    return found
 
 
 def _refuse_unsupported(name: str, parameter: torch.Tensor) -> None:
@@ -202,11 +215,7 @@ def cut_out(layout: Layout, indices: Iterable[int]) -> Part:
     chosen = tuple(indices)
     if len(chosen) == len(layout.parameters):
         return Part(chosen, layout)
-    specs, offset = [], 0
-    for index in chosen:
-        specs.append(replace(layout.parameters[index], offset=offset, ranks=()))
-        offset = specs[-1].stop
-    return Part(chosen, Layout(tuple(specs)))
+    return Part(chosen, in_a_row(replace(layout.parameters[index], ranks=()) for index in chosen))
 
 
 def trained_by(layout: Layout, rank: int) -> Part:

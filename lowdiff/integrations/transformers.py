@@ -477,7 +477,7 @@ class _Training:
 
     @property
     def layout(self) -> dict[str, int]:
-        """What a number of batches means."""
+        """Say what a number of batches means."""
         args = self._trainer.args
         return {
             "per_device_train_batch_size": args.per_device_train_batch_size,

@@ -38,7 +38,7 @@ def is_plain_loader(thing: object) -> bool:
 
 @dataclass(slots=True)
 class _Position:
-    """Where an iteration over the loader is.
+    """Say where an iteration over the loader is.
 
     Large because it counts on both sides: what is drawn and handed out, and what was seen of it in this
     process.

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.core.layout import dtype_name, flat_like, laid_out, own_name
+from lowdiff.core.layout import by_tensor, dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.ranks import Ranks
@@ -270,9 +270,7 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
     owner_of = {
         s.tensor: o for s, o in zip(attached.layout.parameters, attached.owner, strict=True)
     }
-    parts: dict[str, list[str]] = {}
-    for spec in layout.parameters:
-        parts.setdefault(spec.tensor, []).append(spec.name)
+    parts = {tensor: [spec.name for spec in specs] for tensor, specs in by_tensor(layout).items()}
     specs = []
     for optimizer in attached.specs:
         groups = [[p for n in names for p in parts.get(n, [n])] for names in optimizer.groups]

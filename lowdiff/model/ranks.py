@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -155,27 +155,20 @@ class Ranks:
     def _pieces(
         self, path: Path | None, size: int, owner: int, trouble: list[Exception]
     ) -> Iterator[torch.Tensor]:
-        """Send a file from its owner; yields its pieces on every rank, and all of them whatever happens."""
-        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        """Send a file from its owner; its pieces come on every rank, and all of them whatever happens."""
 
-        def arrived() -> torch.Tensor:
-            work, piece = under_way.popleft()
-            work.wait()
-            return piece
+        def made() -> Iterator[tuple[torch.Tensor, int]]:
+            for start in range(0, size, _FILE_PIECE_BYTES):
+                length = min(_FILE_PIECE_BYTES, size - start)
+                piece = torch.empty(length, dtype=torch.uint8, device="cpu")
+                if self.rank == owner and path is not None:
+                    try:
+                        _read(path, start, piece)
+                    except (OSError, StorageError) as error:
+                        trouble.append(error)
+                yield piece, owner
 
-        for start in range(0, size, _FILE_PIECE_BYTES):
-            length = min(_FILE_PIECE_BYTES, size - start)
-            piece = torch.empty(length, dtype=torch.uint8, device="cpu")
-            if self.rank == owner and path is not None:
-                try:
-                    _read(path, start, piece)
-                except (OSError, StorageError) as error:
-                    trouble.append(error)
-            under_way.append((self._send(piece, owner), piece))
-            if len(under_way) == _FILE_PIECES_UNDER_WAY:
-                yield arrived()
-        while under_way:
-            yield arrived()
+        return self._arriving(made(), _FILE_PIECES_UNDER_WAY)
 
     def spread(
         self,
@@ -194,26 +187,44 @@ class Ranks:
         forms = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in mine.items()}
         tables: list[dict[str, list[Any]]] = self.gather(forms)
         found: dict[str, torch.Tensor] = {}
-        under_way: deque[dist.Work] = deque()
-        for name in sorted(set().union(*tables)):
-            holders = [rank for rank, table in enumerate(tables) if name in table]
-            if len(holders) == self.world_size:
-                continue
-            dtype, shape = tables[holders[0]][name]
-            if self.rank == holders[0]:
-                values = mine[name].contiguous()
-            else:
-                values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-            if name not in mine and is_wanted(name):
-                found[name] = values
-            data = values.view(-1).view(torch.uint8)
-            for piece in data.split(_PIECE_BYTES) if len(data) else ():
-                under_way.append(self._send(piece, holders[0]))
-                if len(under_way) > _PIECES_UNDER_WAY:
-                    under_way.popleft().wait()
-        for work in under_way:
-            work.wait()
+
+        def made() -> Iterator[tuple[torch.Tensor, int]]:
+            for name in sorted(set().union(*tables)):
+                holders = [rank for rank, table in enumerate(tables) if name in table]
+                if len(holders) == self.world_size:
+                    continue
+                dtype, shape = tables[holders[0]][name]
+                if self.rank == holders[0]:
+                    values = mine[name].contiguous()
+                else:
+                    values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                if name not in mine and is_wanted(name):
+                    found[name] = values
+                data = values.view(-1).view(torch.uint8)
+                for piece in data.split(_PIECE_BYTES) if len(data) else ():
+                    yield piece, holders[0]
+
+        for _ in self._arriving(made(), _PIECES_UNDER_WAY):
+            continue
         return found
+
+    def _arriving(
+        self, pieces: Iterable[tuple[torch.Tensor, int]], most_under_way: int
+    ) -> Iterator[torch.Tensor]:
+        """Send pieces, each from its owner, some at a time; yields each on every rank once it is there."""
+        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+        def arrived() -> torch.Tensor:
+            work, piece = under_way.popleft()
+            work.wait()
+            return piece
+
+        for piece, owner in pieces:
+            under_way.append((self._send(piece, owner), piece))
+            if len(under_way) == most_under_way:
+                yield arrived()
+        while under_way:
+            yield arrived()
 
     def _send(self, buffer: torch.Tensor, owner: int) -> dist.Work:
         """Begin to fill a buffer on every rank with the owner's."""

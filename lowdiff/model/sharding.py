@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import spec_of
+from lowdiff.core.layout import in_a_row, spec_of
 from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import Layout, ParameterSpec
 
@@ -159,13 +159,9 @@ def joined(layouts: Sequence[Sequence[Mapping[str, Any]]]) -> Layout:
     order = {tensor: number for number, tensor in enumerate(tensors)}
     found = sorted(ranks_of, key=lambda spec: (order[spec.tensor], spec.global_offset, spec.shape))
     _refuse_incomplete(found)
-    entries, offset = [], 0
-    for spec in found:
-        ranks = ranks_of[spec]
-        everywhere = len(ranks) == len(of_rank)
-        entries.append(replace(spec, offset=offset, ranks=() if everywhere else tuple(ranks)))
-        offset += spec.numel
-    return Layout(tuple(entries))
+    everywhere = tuple(range(len(of_rank)))
+    holders = ((spec, tuple(ranks_of[spec])) for spec in found)
+    return in_a_row(replace(s, ranks=() if ranks == everywhere else ranks) for s, ranks in holders)
 
 
 def _spec(values: Mapping[str, Any]) -> ParameterSpec:

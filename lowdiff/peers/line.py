@@ -203,21 +203,18 @@ class Receiver:
         """
         body = torch.empty(head.length, dtype=torch.uint8, device="cpu")
         for chunk in body.split(_CHUNK_BYTES):
-            self._get(chunk)
+            self.part(chunk)
         message = body.numpy().tobytes()
         if crc32c(message) != head.checksum:
             raise RankLost(f"a message of rank {self._rank} fails its checksum")
         return message
 
     def part(self, target: torch.Tensor) -> None:
-        """Write a part of a residual into memory of its length.
+        """Write a part of a residual, or of a note, into memory of its length.
 
         Raises:
             RankLost: If the rank ended.
         """
-        self._get(target)
-
-    def _get(self, target: torch.Tensor) -> None:
         try:
             work = dist.irecv(target, self._source, group=self._group)
             assert work is not None

@@ -169,6 +169,11 @@ def manifest_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
+def is_complete(folder: Path, world_size: int) -> bool:
+    """Whether a snapshot has the manifests of all ranks, readable or not."""
+    return all(manifest_file(folder, rank).is_file() for rank in range(world_size))
+
+
 #: What a safetensors file says of itself.
 METADATA: Mapping[str, str] = {"format": "pt", "writer": "lowdiff"}
 

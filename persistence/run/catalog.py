@@ -13,7 +13,7 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind, StoredRecord
-from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
+from lowdiff.persistence.format.image import Manifest, check_shard, is_complete, manifest_file
 from lowdiff.persistence.run.fences import read_fence, read_run_id
 from lowdiff.persistence.run.journal import Collected, Pin, read_journal, read_pins
 from lowdiff.persistence.run.owner import copies_of_run, staging_of_run
@@ -200,8 +200,7 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
     if fence.parent is not None or folder.begun(fence.incarnation).is_file():
         return True
     return any(
-        number == fence.incarnation
-        and all(manifest_file(path, rank).is_file() for rank in range(fence.world_size))
+        number == fence.incarnation and is_complete(path, fence.world_size)
         for number, _, path in folder.snapshots()
     )
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
-from lowdiff.compressors.grouped import decoder_of
+from lowdiff.compressors.grouped import decoding
 from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import arithmetic_of
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
@@ -176,6 +176,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
     """
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
+    decoder_of = decoding(compressor, fence.layout)
 
     def read(step: PlannedStep) -> Step:
         shards = tuple(read_differential(stored, codec) for stored in step.shards)
@@ -186,7 +187,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
                 step=step.step,
             )
         with replaying(step.step):
-            return Step.of(shards, lambda payloads: decoder_of(compressor, payloads, fence.layout))
+            return Step.of(shards, decoder_of)
 
     unread = iter(steps)
 

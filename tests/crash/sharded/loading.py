@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.crash.sharded.training import build, gathered
+from tests.crash.sharded.training import build, gathered, join
 
 
 def main(rank: str, world_size: str, folder: str, kind: str) -> None:
     """Load it, and say whether it holds what `training.whole` left."""
     place = Path(folder)
-    store = dist.FileStore(str(place / "store-loading"), int(world_size))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world_size))
+    join(int(rank), int(world_size), place / "store-loading")
     model = build(kind, int(world_size), frozenset())
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=place / "exported")

@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
-from lowdiff.model.sharding import is_sharded, local_of
+from lowdiff.model.sharding import local_of
 from tests.contract.compressors import FAMILY
+from tests.crash.lives import owed_by
+from tests.crash.sharded.training import join, whole
 
 #: Rows of 37 and 3 are divided unevenly over 2 ranks.
 _IN, _WIDTH, _OUT, _ROWS = 8, 37, 3, 4
@@ -80,27 +82,11 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def owed_by(checkpointer: lowdiff.Checkpointer) -> str:
+def owed(checkpointer: lowdiff.Checkpointer) -> str:
     """Digest of this rank's error feedback."""
-    residual = checkpointer._session._live.residual.named()  # which is nobody else's business
+    residual = owed_by(checkpointer)
     # A resumed life also lists parameters that owe nothing.
     return digest([residual[name] for name in sorted(residual) if residual[name].any()])
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on every rank."""
-    whole = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return whole.detach().clone()
-
-
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state, on every rank."""
-    state = [
-        {k: gathered(v) if isinstance(v, torch.Tensor) else v for k, v in own.items()}
-        for group in optimizer.param_groups
-        for own in (optimizer.state[p] for p in group["params"])
-    ]
-    return {"model": {n: gathered(v) for n, v in model.state_dict().items()}, "state": state}
 
 
 class Loop:
@@ -146,16 +132,6 @@ class Loop:
         self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-
-
-def join(rank: int, world_size: int, store: Path) -> None:
-    """Meet the other ranks."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-    )
 
 
 def main(*words: str) -> None:
@@ -206,7 +182,7 @@ def main(*words: str) -> None:
         checkpointer.commit()
         trained = [p for group in loop.optimizer.param_groups for p in group["params"]]
         kept = [v for p in trained for v in loop.optimizer.state.get(p, {}).values()]
-        digests = digest([*trained, *kept]), owed_by(checkpointer)
+        digests = digest([*trained, *kept]), owed(checkpointer)
         report.write(json.dumps([step, loss, *digests]) + "\n")
         state = whole(loop.model, loop.optimizer)
         if args.rank == 0:

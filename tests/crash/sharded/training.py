@@ -172,6 +172,12 @@ def backward(
     return loss.item()
 
 
+def join(rank: int, world_size: int, store: Path) -> None:
+    """Meet the other ranks."""
+    file = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
+
+
 def main(*words: str) -> None:
     """Train to the last step, or to the end of this rank."""
     parser = argparse.ArgumentParser()
@@ -188,8 +194,7 @@ def main(*words: str) -> None:
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
-    store = dist.FileStore(str(args.folder / f"store-{args.life}"), args.world_size)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world_size)
+    join(args.rank, args.world_size, args.folder / f"store-{args.life}")
     model = build(args.kind, args.world_size, features)
     optimizer = OPTIMIZERS[args.optimizer]([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)

@@ -8,7 +8,7 @@ import torch
 
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.compressors.grouped import GroupedReducer, decoder_of
+from lowdiff.compressors.grouped import GroupedReducer, decoding
 from lowdiff.core.layout import cut_out, replica_groups, trained_by
 from lowdiff.types import Block, Layout, ParameterSpec
 from tests.contract.compressors import FAMILY, exact
@@ -75,7 +75,7 @@ def test_every_compressor_decodes_what_each_group_consumed(name: str) -> None:
         for i, gradient in own.items():
             consumed[i] = gradient.clone()
         reducer.close()
-    decode = decoder_of(compressor, payloads, layout)
+    decode = decoding(compressor, layout)(payloads)
     for i, (spec, expected) in enumerate(zip(layout.parameters, consumed, strict=True)):
         assert expected is not None
         out = torch.zeros(spec.numel)
