@@ -86,8 +86,10 @@ def both(folder: str) -> list[tuple[dict[int, bytes], dict[int, bytes]]]:
 
 def copied(rank: int, world_size: int, folder: str, compressor: Compressor) -> Any:
     training = Training(rank, folder, compressor)
-    training.train(*range(6))
-    # What the last step's commit tells is heard in the next.
+    training.train(*range(5))
+    wait_until(training.checkpointer, lambda stats: stats["held_step"] >= 5, seconds=20)
+    # What the next commit tells is heard in the one after it.
+    training.train(5, 6)
     training.wait_for(4)
     found = both(folder) if rank == 0 else []
     stats = training.checkpointer.stats()
