@@ -8,7 +8,7 @@ whoever averaged that, and numbers entries as the run does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,10 +25,12 @@ class GroupedReducer:
     Args:
         reducer: Bound to a part, and to the ranks that train it.
         part: That part.
+        peers: For each peer, a rank of the run, its rank among them.
     """
 
-    def __init__(self, reducer: Reducer, part: Part) -> None:
+    def __init__(self, reducer: Reducer, part: Part, peers: Mapping[int, int]) -> None:
         self._reducer = reducer
+        self._peers = peers
         self._indices = part.indices
         self._place_of = {index: place for place, index in enumerate(part.indices)}
 
@@ -49,8 +51,8 @@ class GroupedReducer:
         self._reducer.consume([gradients[i] for i in self._indices], factors=factors)
 
     def payload(self, of: int | None = None) -> Payload:
-        """See ``Reducer.payload``; a peer is a rank of the group."""
-        return self._reducer.payload(of)
+        """See ``Reducer.payload``; a peer is a rank of the run."""
+        return self._reducer.payload(None if of is None else self._peers[of])
 
     def close(self) -> None:
         """See ``Reducer.close``."""

@@ -12,7 +12,7 @@ import torch
 from lowdiff.commit.standby import Node
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code, inform
-from lowdiff.core.layout import shares_of
+from lowdiff.core.layout import shares_of, trained_by
 from lowdiff.errors import ConfigError
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
@@ -89,7 +89,15 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     root = settings.staging_root
     node = _node(settings, ranks)
     num_guests = len(node.others) if node.first == ranks.rank else 0
-    peers = peers_of(ranks.rank, node.of_rank, settings.copies)
+    layout = given.attached.layout
+    trained = [trained_by(layout, rank).indices for rank in range(ranks.world_size)]
+    peers = peers_of(ranks.rank, node.of_rank, settings.copies, trained)
+    if peers.sent and settings.logs_steps:
+        raise ConfigError(
+            "copies of compressed gradients are made by ranks that hold the same shards, and no rank on "
+            f"another node holds those of rank(s) {', '.join(map(str, peers.sent))}; build the mesh so that "
+            'replicate= goes over nodes, or leave gradients as they are: strategy="replica", no compressor'
+        )
     need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps, num_guests)
     need = _with_copies(settings, need, len(peers.wards))
     cap, is_tight = _cap(root, need, ranks)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
 from lowdiff.commit.snapshot_queue import SnapshotQueue
 from lowdiff.commit.staging import Staging, constant_images
-from lowdiff.commit.standby import Node, Standby
+from lowdiff.commit.standby import Node, Standby, all_items
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.collectives import own_group
@@ -46,9 +47,10 @@ from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.sharding import is_sharded, refuse_ranks_outside
 from lowdiff.model.tracked import Given, Live, watch
-from lowdiff.peers.copies import Copies, ReplicaWard, Ward
+from lowdiff.peers.copies import Copies
 from lowdiff.peers.residuals import KeptResidual, Outgoing, Plan
 from lowdiff.peers.spans import Spans
+from lowdiff.peers.wards import ReplicaWard, SentWard, Ward
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
@@ -292,11 +294,6 @@ def _refuse_sharded(
             'and name the other: fully_shard(module, mesh=mesh["shard"]), attach(model, optimizer, '
             'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica", no compressor'
         )
-    if settings.copies > 1:
-        raise ConfigError(
-            "copies are made by ranks that hold the same parameters, and these are sharded; leave "
-            "copies=1, and give the run a shared folder or a store against the loss of a node"
-        )
     for name, thing in stateful.items():
         if isinstance(thing, AveragedModel) and any(map(is_sharded, thing.parameters())):
             raise UnsupportedModel(
@@ -421,7 +418,7 @@ def _begin(
                 world_size=ranks.world_size,
             )
             standby = _standby(settings, live, folder, memory)
-            copies = _copies(settings, live, fence, ranks, memory, standby, undo)
+            copies = _copies(settings, live, fence, ranks, memory, undo)
             queue = _queue(settings, live, fence, memory, starting, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
@@ -510,15 +507,15 @@ def _copies(
     fence: Fence,
     ranks: Ranks,
     memory: Memory,
-    standby: Standby | None,
     undo: ExitStack,
 ) -> Copies | None:
     """Begin to keep what ranks on other nodes stage, and to have kept what this one does."""
-    if settings.copies == 1 or ranks.training_group is None or standby is None:
+    peers = memory.peers
+    if settings.copies == 1 or ranks.training_group is None:
         return None
     wards = []
     with ranks.together():
-        for rank in memory.peers.wards:
+        for rank in peers.wards:
             folder = StagingFolder.copy_of(
                 settings.staging_root, fence.run_id, fence.incarnation, rank, live.rank
             )
@@ -526,10 +523,17 @@ def _copies(
             undo.callback(area.release)
             wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
-    keepers, outgoing = memory.peers.keepers, None
-    if settings.replicates_residual and keepers:
-        outgoing = Outgoing(live.residual, Plan(Spans(), len(keepers), live.rank))
-    copies = Copies(group, keepers, wards, standby.all_items, outgoing)
+    outgoing = None
+    if settings.replicates_residual and peers.keepers:
+        outgoing = Outgoing(live.residual, Plan(Spans(), len(peers.keepers), live.rank))
+    copies = Copies(
+        group,
+        peers.keepers,
+        wards,
+        partial(all_items, live),
+        sends_all=peers.sends_all,
+        outgoing=outgoing,
+    )
     undo.callback(copies.close, removes=False)
     return copies
 
@@ -552,7 +556,8 @@ def _ward(
         return Ward(area, live, log, residual)
     replica = _replica(settings, live, log, makes_images=False)
     undo.callback(replica.stop)
-    return ReplicaWard(area, live, log, replica)
+    kind = SentWard if area.folder.rank in memory.peers.sent else ReplicaWard
+    return kind(area, live, log, replica)
 
 
 def _replica(
@@ -607,12 +612,15 @@ def _recorder(
     memory: Memory,
 ) -> Recorder:
     attached = live.attached
-    peers = () if settings.strategy == "survivors" else memory.peers.wards
+    peers = () if settings.strategy == "survivors" else memory.peers.made
     replicas = attached.replicas
     reducer: Reducer
     if replicas is not None and settings.logs_steps:
-        bound = settings.compressor.bind(attached.exchanged, live.residual, replicas.group)
-        reducer = GroupedReducer(bound, replicas.part)
+        of_group = [dist.get_group_rank(replicas.group, peer) for peer in peers]
+        bound = settings.compressor.bind(
+            attached.exchanged, live.residual, replicas.group, of_group
+        )
+        reducer = GroupedReducer(bound, replicas.part, dict(zip(peers, of_group, strict=True)))
     else:
         group = ranks.training_group
         reducer = settings.compressor.bind(attached.layout, live.residual, group, peers)

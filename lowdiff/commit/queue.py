@@ -12,8 +12,7 @@ from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import WriterStatus
-from lowdiff.protocols import Reducer
-from lowdiff.types import Differential
+from lowdiff.types import Differential, Section
 
 
 class StepQueue(Protocol):
@@ -75,13 +74,12 @@ class StepQueue(Protocol):
         """
         ...
 
-    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
+    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
         """Stage what an optimizer is about to use before its step ends, where that saves a copy.
 
         Args:
             step: The step under way.
-            reducer: Has the gradients.
-            number: Which optimizer step of the loop body it is, from 0.
+            sections: The gradients of one optimizer step, where they lie now.
         """
         ...
 
@@ -208,7 +206,7 @@ class LogQueue:
         if not fits(status):
             storage.wait_until(self, fits, "staging memory")
 
-    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
+    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
         """See `StepQueue`: compressed gradients are staged with their step."""
 
     def stage_snapshot(

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
-from lowdiff.persistence.format.differentials import encode_scalars, numbered, sections_of
+from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus
-from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.recovery.state import SCALAR_STATE
@@ -152,9 +151,9 @@ class ReplicaQueue:
             storage.errors.report(status, 2 * storage.settings.snapshot_every)
         return status
 
-    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
+    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
         """See `StepQueue`: straight from where the optimizer has them."""
-        self._pending = [*self._pending, *numbered(reducer.payload().sections, number)]
+        self._pending = [*self._pending, *sections]
         if self.images.notice() or self._given_up == step:
             self._pending = ()
         elif self.storage.degrades:

@@ -9,8 +9,7 @@ from lowdiff.commit.storage import Images, Storage
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.status import WriterStatus
-from lowdiff.protocols import Reducer
-from lowdiff.types import Differential
+from lowdiff.types import Differential, Section
 
 
 class SnapshotQueue:
@@ -58,7 +57,7 @@ class SnapshotQueue:
     def stage(self, kind: RecordKind, record: Differential, *, rebases: bool) -> None:
         """See `StepQueue`: nothing of a step is kept."""
 
-    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
+    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
         """See `StepQueue`: nothing of a step is kept."""
 
     def stage_snapshot(

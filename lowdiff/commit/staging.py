@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
+from lowdiff.persistence.files.mapped_file import ImageMark
+from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
@@ -33,6 +36,7 @@ from lowdiff.recovery.state import (
     is_scalar,
 )
 from lowdiff.step.states import Sealed
+from lowdiff.types import Section
 
 
 class Copies(Protocol):
@@ -57,8 +61,8 @@ class Copies(Protocol):
         """Tell what an incarnation begins with; its first snapshot follows."""
         ...
 
-    def stage_ahead(self, reducer: Reducer, number: int) -> None:
-        """Keep what an optimizer is about to use of the shares of others."""
+    def stage_ahead(self, own: Sequence[Section], reducer: Reducer, number: int) -> None:
+        """Keep what an optimizer is about to use, of this rank's share and of those of others."""
         ...
 
     def stage(self, sealed: Sealed, checksum: int) -> None:
@@ -73,8 +77,8 @@ class Copies(Protocol):
         """Make the folders again after somebody removed staging."""
         ...
 
-    def snapshot(self, sealed: Sealed) -> None:
-        """Make the shares of others in a snapshot."""
+    def snapshot(self, sealed: Sealed, path: Path, mark: ImageMark) -> None:
+        """Send this rank's share of a snapshot where it is nowhere else, and make the shares of others."""
         ...
 
     def hear(self, heard: Sequence[RankNews]) -> None:
@@ -196,11 +200,13 @@ class Staging:
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Stage gradients before their optimizer's step ends; see `StepQueue`."""
         with self._unless_gone():
-            self._queue.stage_ahead(step, reducer, number)
+            if not self._queue.logs_steps:
+                own = numbered(reducer.payload().sections, number)
+                if self._copies is not None:
+                    self._copies.stage_ahead(own, reducer, number)
+                self._queue.stage_ahead(step, own)
             if self._standby is not None:
                 self._standby.stage_ahead(step)
-            if self._copies is not None and not self._queue.logs_steps:
-                self._copies.stage_ahead(reducer, number)
 
     def stage(self, sealed: Sealed) -> None:
         """Stage a step's record."""
@@ -234,7 +240,10 @@ class Staging:
                     tensors = partial(share_of_items, self._live, sealed, rank, items)
                 self._queue.stage_snapshot(step, tensors, required=required)
                 if self._copies is not None and self._queue.images.step == step:
-                    self._copies.snapshot(sealed)
+                    storage = self._queue.storage
+                    mark = storage.page.status.image
+                    assert mark is not None
+                    self._copies.snapshot(sealed, storage.folder.snapshot, mark)
             if waits and not self._queue.storage.degrades:
                 self._queue.wait_for_snapshot()
 

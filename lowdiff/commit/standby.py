@@ -176,7 +176,7 @@ class Standby:
 
     def _put(self, record: Differential) -> int:
         if self._items is None or self._is_failing:
-            items = self.all_items()
+            items = all_items(self._live)
             self._items = StagedItems(self._folder, items)
             self._sums.update(items)
         self._sums.update(record.items)
@@ -216,12 +216,13 @@ class Standby:
         plain = (value if isinstance(value, int | float) else id(value) for value in others)
         return [*map(_place, tensors), *map(_written, tensors), *plain]
 
-    def all_items(self) -> dict[str, bytes]:
-        """Return every item as it is now, but frozen parameters that all snapshots share."""
-        live, tracker = self._live, self._live.tracker
-        tensors = {
-            name: encode(tensor.detach().cpu().contiguous(), name=name)
-            for name, tensor in tracker.tensors.items()
-            if not (live.shares_constants and tracker.is_as_started(name))
-        }
-        return {**tracker.committed, **tensors}
+
+def all_items(live: Live) -> dict[str, bytes]:
+    """Return every item of a rank as it is now, but frozen parameters that all snapshots share."""
+    tracker = live.tracker
+    tensors = {
+        name: encode(tensor.detach().cpu().contiguous(), name=name)
+        for name, tensor in tracker.tensors.items()
+        if not (live.shares_constants and tracker.is_as_started(name))
+    }
+    return {**tracker.committed, **tensors}

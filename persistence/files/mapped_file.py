@@ -66,6 +66,20 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+def mapped_privately(path: Path) -> memoryview:
+    """Map a file as it is; what is written to the memory does not reach the file.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        return memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE))
+    finally:
+        os.close(descriptor)
+
+
 def _refusal(path: Path, size: int, error: OSError) -> str:
     """Return the error text for memory that staging does not get."""
     way_out = "pass Checkpointer(..., staging=OTHER_FOLDER)"

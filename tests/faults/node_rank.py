@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
 
 import lowdiff
 from lowdiff import compressors
 from lowdiff.errors import LowDiffError
+from lowdiff.model.sharding import local_of
 from tests.crash.launch.survivor import digest
 from tests.crash.trainings import batch, wrapped
 
@@ -38,6 +41,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
     "replica": {"strategy": "replica", "reproducible": True},
     "survivors": {"strategy": "survivors", "reproducible": True},
+    # Parameters are sharded (FSDP2), so gradients and images are sent.
+    "sharded": {"strategy": "replica"},
 }
 #: Exit status of a rank that lowdiff refused, and of one whose peers are gone.
 REFUSED, ALONE = 4, 3
@@ -70,7 +75,11 @@ def main(*words: str) -> int:
     torch.manual_seed(17)
     net = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 5))
     torch.manual_seed(100 + rank)
-    model = wrapped(net)
+    model: nn.Module = net
+    if args.strategy == "sharded":
+        fully_shard(net)
+    else:
+        model = wrapped(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     checkpointer = lowdiff.Checkpointer(
@@ -85,10 +94,11 @@ def main(*words: str) -> int:
 
     def tell(word: str, step: int) -> None:
         own = [torch.get_rng_state(), dict(net.named_buffers())]
-        model_state = net.state_dict() if rank == 0 else dict(net.named_parameters())
+        is_first = rank == 0 and args.strategy != "sharded"
+        model_state = net.state_dict() if is_first else dict(net.named_parameters())
         state = {
-            "model": {name: value.detach() for name, value in model_state.items()},
-            "optimizer": optimizer.state_dict(),
+            "model": {name: local_of(value).detach() for name, value in model_state.items()},
+            "optimizer": tree_map(local_of, optimizer.state_dict()),
             "scheduler": scheduler.state_dict(),
         }
         stats = checkpointer.stats()

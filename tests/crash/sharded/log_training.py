@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
 from lowdiff.model.sharding import local_of
+from lowdiff.testing import wait_until
 from tests.contract.compressors import FAMILY
 from tests.crash.lives import owed_by
-from tests.crash.sharded.training import join, whole
+from tests.crash.sharded.training import is_replicated, join, whole
 
 #: Rows of 37 and 3 are divided unevenly over 2 ranks.
 _IN, _WIDTH, _OUT, _ROWS = 8, 37, 3, 4
@@ -148,6 +150,7 @@ def main(*words: str) -> None:
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--dying", default="last", choices=["last", "last before backward", "all"])
     parser.add_argument("--residual", default="exact")
+    parser.add_argument("--nodes", default="", help="of each rank, if it has copies on two")
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
@@ -156,14 +159,19 @@ def main(*words: str) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("rep", "shard"))
     is_native = args.compressor == "native"
     loop = Loop(sharded(mesh if is_native else mesh["shard"], features), args.rank, features)
+    place = args.folder
+    if args.nodes:  # each with a disk of its own
+        place /= f"node-{args.nodes[args.rank]}"
+        place.mkdir(exist_ok=True)
     checkpointer = lowdiff.Checkpointer(
-        args.folder / "run",
+        place / "run",
         compressor=FAMILY.get(args.compressor),
-        snapshot_every=4,
+        snapshot_every=100 if args.nodes else 4,
         batch_size=2,
         retention=None,
         residual=args.residual,
-        staging=args.folder / "staging",
+        copies=2 if args.nodes else 1,
+        staging=place / "staging",
     )
     resumed = checkpointer.attach(
         loop.model, loop.optimizer, replicate=None if is_native else mesh["rep"], **loop.stateful
@@ -177,6 +185,8 @@ def main(*words: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = loop.backward(step)
         if dies:
+            if args.nodes:
+                wait_until(checkpointer, partial(is_replicated, step - 2))
             os.kill(os.getpid(), signal.SIGKILL)
         loop.step()
         checkpointer.commit()

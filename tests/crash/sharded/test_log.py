@@ -121,6 +121,31 @@ def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
+    "name", [FAST, *(pytest.param(n, marks=_SLOW) for n in FAMILY if n != FAST)]
+)
+def test_a_lost_node_costs_no_replicated_step(tmp_path: Path, name: str) -> None:
+    residual = "exact" if name.startswith("cast") else "replicated"
+    words = name, UNTIL, "--nodes", "0011", "--residual", residual
+    calm, torn = tmp_path / "calm", tmp_path / "torn"
+    ended(life(calm, 0, *words))
+    died(life(torn, 0, *words, "--die-at", 7, "--dying", "all"))
+    (torn / "node-1").rename(tmp_path / "lost")  # its processes may still write
+    ended(life(torn, 1, *words))
+    for rank in range(WORLD_SIZE):
+        assert resumed(torn, rank)[1] >= 5
+        assert steps(torn, rank) == steps(calm, rank)
+
+
+@pytest.mark.launch
+def test_shards_without_a_copy_on_another_node_have_no_compressor(tmp_path: Path) -> None:
+    ranks = life(tmp_path, 0, FAST, 2, "--nodes", "0101")
+    died(ranks)
+    for rank in ranks:
+        assert "no rank on another node holds those of rank(s)" in rank.printed()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
     ("copies", "features"),
     [
         (2, ""),

@@ -87,6 +87,37 @@ def test_a_killed_rank_costs_no_committed_step(
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize(
+    ("kind", "nodes"),
+    [
+        # Nobody else holds a rank's shards; the copies of HSDP on another node do, or not.
+        ("uneven", "01"),
+        ("hsdp", "0011"),
+        pytest.param("hsdp", "0101", marks=_SLOW),
+        pytest.param("even", "01", marks=_SLOW),
+        pytest.param("fsdp+tp", "0011", marks=_SLOW),
+    ],
+)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_costs_no_replicated_step(
+    tmp_path: Path, kind: str, nodes: str, lost: int
+) -> None:
+    words = kind, "fused", UNTIL, "--nodes", nodes, "--snapshot-every", 100
+    calm, torn = tmp_path / "calm", tmp_path / "torn"
+    ended(life(calm, 0, *words))
+    ranks = life(torn, 0, *words, "--die-at", DIES_AT)
+    for killed in ranks:
+        killed.wait()
+    # Its processes may still write.
+    (torn / f"node-{lost}").rename(tmp_path / "lost")
+    ended(life(torn, 1, *words))
+    for rank, ending in enumerate(ranks):
+        begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
+        assert begun[1] >= DIES_AT - 2, ending.printed()
+        assert steps(torn, rank) == steps(calm, rank)
+
+
+@pytest.mark.launch
 def test_copies_of_a_shard_that_part_are_named(tmp_path: Path) -> None:
     ranks = life(tmp_path, 0, "hsdp", "loop", 8, "--features", "parted")
     ended(ranks)

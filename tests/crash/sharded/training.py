@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.model.sharding import is_sharded, local_of
+from lowdiff.testing import wait_until
 
 _IN, _OUT, _ROWS = 8, 3, 4
 #: Layers of 13 are divided unevenly over 2 ranks, those of 3 leave a fourth rank without any.
@@ -178,6 +180,11 @@ def join(rank: int, world_size: int, store: Path) -> None:
     dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
 
 
+def is_replicated(step: int, stats: dict[str, Any]) -> bool:
+    """Whether what other nodes hold of a step was told, which the step after it does."""
+    return step < 0 or bool(stats["replicated_step"] >= step)
+
+
 def main(*words: str) -> None:
     """Train to the last step, or to the end of this rank."""
     parser = argparse.ArgumentParser()
@@ -191,6 +198,7 @@ def main(*words: str) -> None:
     parser.add_argument("--features", default="")
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--snapshot-every", type=int, default=4)
+    parser.add_argument("--nodes", default="", help="of each rank, if it has copies on two")
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
@@ -202,11 +210,16 @@ def main(*words: str) -> None:
     objects: dict[str, Any] = {"scheduler": scheduler, "scaler": scaler}
     if "ema" in features:
         objects["ema"] = Ema(model)
+    place = args.folder
+    if args.nodes:  # each with a disk of its own
+        place /= f"node-{args.nodes[args.rank]}"
+        place.mkdir(exist_ok=True)
     checkpointer = lowdiff.Checkpointer(
-        args.folder / "run",
+        place / "run",
         strategy="replica",
         snapshot_every=args.snapshot_every,
-        staging=args.folder / "staging",
+        staging=place / "staging",
+        copies=2 if args.nodes else 1,
     )
     report = (args.folder / f"report.{args.rank}").open("a", buffering=1)
     report.write(json.dumps(["resumed", checkpointer.attach(model, optimizer, **objects)]) + "\n")
@@ -219,6 +232,7 @@ def main(*words: str) -> None:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if step == args.die_at and args.rank == args.world_size - 1:
+            wait_until(checkpointer, partial(is_replicated, step - 2 if args.nodes else -1))
             os.kill(os.getpid(), signal.SIGKILL)
         scaler.step(optimizer)
         scaler.update()

@@ -57,7 +57,7 @@ def test_every_compressor_decodes_what_each_group_consumed(name: str) -> None:
         part = trained_by(layout, rank)
         kept = compressor.residual_layout(part.layout)
         residual = RotatingResidual.zeros(kept, torch.device("cpu"))
-        reducer = GroupedReducer(compressor.bind(part.layout, residual, None), part)
+        reducer = GroupedReducer(compressor.bind(part.layout, residual, None), part, {})
         reducer.begin(stamp_of(0, 1))
         sizes = [layout.parameters[i].numel for i in part.indices]
         # As FSDP does, leave room between the gradients.

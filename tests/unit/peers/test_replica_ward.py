@@ -11,8 +11,8 @@ import pytest
 
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.model.tracked import Live
-from lowdiff.peers.copies import ReplicaWard
 from lowdiff.peers.line import Receiver
+from lowdiff.peers.wards import ReplicaWard
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.recovery.replica.handle import ReplicaProcess
