@@ -3,8 +3,9 @@
 After an exchange every rank of a data-parallel training holds the gradient, the parameters and the optimizer's state.
 So a copy of another rank's differential, and of its share of a snapshot, is made here, from this rank's own memory, and
 nothing of it is sent. (Gemini sends the whole state: Wang et al., SOSP 2023.) What the other rank alone has is sent: the
-numbers of a step and the items that changed (generators, buffers, stateful objects). They also carry the checksum of the
-record as that rank staged it, so that a copy which is not equal to the bit is noticed here.
+numbers of a step, the items that changed (generators, buffers, stateful objects), and of shards that are nowhere else the
+gradients. A step's message also carries the checksum of the record as that rank staged it, so that a copy which is not
+equal to the bit is noticed here.
 
 A copy of a step counts once its items and, with a log, its record are here, on the image of an earlier step. Two images
 take turns: the one before stays until every rank holds the next.
