@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowdiff.recovery.engine import recover
+    from lowdiff.recovery.follower import Follower
     from lowdiff.recovery.replay.optimizers import register_optimizer
     from lowdiff.recovery.replay.replayer import ReplayOptions
     from lowdiff.recovery.state import RecoveredState
 
-__all__ = ["RecoveredState", "ReplayOptions", "recover", "register_optimizer"]
+__all__ = ["Follower", "RecoveredState", "ReplayOptions", "recover", "register_optimizer"]
 
 _HOMES = {
+    "Follower": "lowdiff.recovery.follower",
     "RecoveredState": "lowdiff.recovery.state",
     "ReplayOptions": "lowdiff.recovery.replay.replayer",
     "recover": "lowdiff.recovery.engine",

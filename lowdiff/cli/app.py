@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from lowdiff import __version__
+from lowdiff.cli.follow import follow
 from lowdiff.cli.gc import gc
 from lowdiff.cli.inspect import inspect
 from lowdiff.cli.output import print_warnings, say
@@ -126,6 +127,13 @@ app.command(
     "lowdiff recover runs/gpt --step 4217 --plan\n\n"
     "lowdiff recover runs/gpt --step 4217 --as-run runs/gpt-from-4217"
 )(recover)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff follow runs/gpt --every 100 --out newest.safetensors\n\n"
+    "lowdiff follow s3://bucket/gpt --json"
+)(follow)
 
 
 app.command(

@@ -118,6 +118,7 @@ class Code(Enum):
     EXTRA_STATES_LEFT_OUT = "LD608"
     REPLICA_MEMORY_IN_USE = "LD609"
     FILE_MISREAD = "LD610"
+    RUN_WENT_BACK = "LD611"
     # The replica of a run without a compressor.
     REPLICA_ERROR = "LD701"
     REPLICA_RESTARTED = "LD702"

@@ -29,6 +29,14 @@ NOT_RUN = {
         "docs/integrations.md",
         "from lowdiff.integrations.transformers",
     ): "tests/integrations/transformers/test_callback.py runs it",
+    (
+        "docs/sharded.md",
+        "for block in model.blocks:",
+    ): "examples/fsdp2_gpt.py, which a test runs, in short",
+    (
+        "docs/sharded.md",
+        'state = {"model": model.state_dict()}',
+    ): "tests/crash/sharded/test_sharded.py loads such a folder",
     ("docs/survivors.md", "pip install '.[in-process]'"): "it would change this environment",
     (
         "docs/survivors.md",

@@ -1,0 +1,210 @@
+"""A state that goes on with a run, in a process that does not train.
+
+What LowDiff+'s replica does beside its trainer, from what a run leaves for everyone: staging memory on the same machine,
+segments and snapshots in its folder or its store.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from typing_extensions import Self
+
+from lowdiff.core.events import Code
+from lowdiff.errors import DamagedFile, NotARun, ReplayMismatch, StepNotFound
+from lowdiff.persistence.files.paths import RunFolder, staging_to_read, user_path
+from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.store.client import ObjectStore, is_url
+from lowdiff.persistence.store.fetch import fetch_history, temporary_folder
+from lowdiff.recovery.plan import (
+    PlannedStep,
+    confirm_steps,
+    plan_recovery,
+    recoverable,
+    spans_of,
+    steps_after,
+    usable_snapshots,
+)
+from lowdiff.recovery.replay.replayer import ReplayOptions, replay
+from lowdiff.recovery.reshard import whole
+from lowdiff.recovery.search import carry_out
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import whole_number
+
+#: Looks at a live run, one after the other, each of which found what had just been removed.
+_MOST_LOOKS = 5
+
+
+class Follower:
+    """Follow a run, step by step, and hold nobody up. Use it as a context manager, or `close` it.
+
+    It reads what any recovery reads, writes nothing, and tells nobody that it is there. With a log it goes on by the
+    differentials that all ranks have staged, or have made durable where it sees no staging memory. Without one it goes
+    on by the queue of the replicas, while that still has the steps, and else by snapshots.
+
+    Args:
+        run: The run folder, or the URL of its store. It may not exist yet.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+        durable: Whether to pass over what lies in staging memory alone.
+
+    Attributes:
+        step: Step of the state; -1 before the first.
+        incarnation: The incarnation that made the state.
+        num_withdrawn: How many times the run had gone back behind the state, which then began anew.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        staging: str | Path | None = None,
+        options: ReplayOptions | None = None,
+        durable: bool = False,
+    ) -> None:
+        self.step = self.incarnation = -1
+        self.num_withdrawn = 0
+        self._roots = () if durable else (staging_to_read(staging),)
+        self._options = options or ReplayOptions()
+        self._state: RecoveredState | None = None
+        #: The first step that does not replay; only a snapshot leads behind it.
+        self._mismatch = -1
+        self._open = ExitStack()
+        self._store: ObjectStore | None = None
+        if is_url(run):
+            self._store = ObjectStore(str(run))
+            self._folder: RunFolder = self._open.enter_context(temporary_folder())
+        else:
+            self._folder = RunFolder(user_path("run", run))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget the state, and what was fetched from a store."""
+        self._state = None
+        self._open.close()
+
+    @property
+    def state(self) -> RecoveredState:
+        """The whole state at `step`; valid until the next `look`, which changes it in place.
+
+        Raises:
+            StepNotFound: If there is none yet.
+        """
+        if self._state is None:
+            raise StepNotFound(str(self._folder.root), None, (), "nothing was followed yet")
+        return whole(self._state)
+
+    def look(self, every: int = 1) -> bool:
+        """Go on to the newest step there is.
+
+        Args:
+            every: Only to multiples of this number of steps, where differentials lead there.
+
+        Returns:
+            Whether `step` is another one, perhaps an earlier one: a run goes back behind steps that were lost.
+
+        Raises:
+            DamagedFile: If what leads on cannot be read, and nothing else does.
+            StoreError: If the store does not answer.
+            ReplayMismatch: If the first steps do not replay.
+        """
+        every = max(1, whole_number("every", every))
+        before = self.incarnation, self.step
+        for look in range(1, _MOST_LOOKS + 1):
+            try:
+                catalog = self._seen()
+                if catalog is not None:
+                    self._go_on(catalog, every)
+                break
+            except DamagedFile:  # a trainer reuses its memory, and removes old snapshots
+                self._state = None
+                if look == _MOST_LOOKS:
+                    raise
+        return (self.incarnation, self.step) != before
+
+    def _seen(self) -> Catalog | None:
+        """List the run; None where there is none yet."""
+        try:
+            if self._store is not None:
+                fetch_history(self._store, self._folder, None)
+            return scan(self._folder, self._roots)
+        except (NotARun, StepNotFound):
+            return None
+
+    def _go_on(self, catalog: Catalog, every: int) -> None:
+        state = self._state
+        if state is not None and not self._is_of_history(catalog):
+            Code.RUN_WENT_BACK.warn(
+                f"the run went back behind step {self.step}; following its new history"
+            )
+            self.num_withdrawn += 1
+            self._state, self._mismatch = None, -1
+            state = None
+        newest = max((s.step for s in usable_snapshots(catalog)), default=-1)
+        if state is not None:
+            steps = self._steps(catalog)
+            if newest <= self.step + len(steps):
+                last = self.step + len(steps)
+                self._replay(state, steps[: max(0, last - last % every - self.step)], catalog)
+                return
+        self._begin(catalog, newest, every)
+
+    def _is_of_history(self, catalog: Catalog) -> bool:
+        return any(
+            span.incarnation == self.incarnation and span.holds(self.step)
+            for span in spans_of(catalog)
+        )
+
+    def _steps(self, catalog: Catalog) -> tuple[PlannedStep, ...]:
+        """Return the differentials that follow the state, up to the first that does not replay."""
+        limit = None if self._mismatch < 0 else self._mismatch - 1
+        while True:
+            steps = steps_after(catalog, self.step, limit)
+            if not steps or confirm_steps(catalog, steps[0].step, steps[-1].step):
+                return steps
+
+    def _replay(
+        self, state: RecoveredState, steps: tuple[PlannedStep, ...], catalog: Catalog
+    ) -> None:
+        if not steps:
+            return
+        try:
+            self._take(replay(state, steps, catalog.incarnations.__getitem__, self._options))
+        except ReplayMismatch as error:
+            self._state = None  # some of it has gone on
+            if error.step is None:
+                raise
+            self._mismatch = error.step
+            Code.RECOVERY_WENT_BACK.warn(f"{error}; following the steps before it")
+
+    def _begin(self, catalog: Catalog, newest: int, every: int) -> None:
+        """Load a snapshot, and replay what follows it.
+
+        Args:
+            catalog: Of the run.
+            newest: Step of its newest snapshot.
+            every: See `look`.
+        """
+        ranges = recoverable(catalog)
+        if not ranges:
+            return
+        first, last = ranges[-1]
+        if newest < self._mismatch <= last:
+            last = self._mismatch - 1
+        plan = plan_recovery(catalog, max(first, last - last % every))
+        try:
+            self._take(carry_out(catalog, plan, self._options))
+        except ReplayMismatch as error:
+            if error.step is None or error.step <= first:
+                raise
+            self._mismatch = error.step
+            Code.RECOVERY_WENT_BACK.warn(f"{error}; following the steps before it")
+
+    def _take(self, state: RecoveredState) -> None:
+        self._state, self.step, self.incarnation = state, state.step, state.fence.incarnation

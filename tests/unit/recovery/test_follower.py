@@ -1,0 +1,228 @@
+"""A follower has the bits of the training that it follows, whatever that goes through."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import StepNotFound
+from lowdiff.recovery.compare import has_same_bits
+from lowdiff.recovery.follower import Follower
+from tests.unit.cli.commands import Command, command
+from tests.unit.recovery.training import Model
+
+__all__ = ["command"]
+
+
+class Training:
+    """A training that makes one step at a time, and may be killed."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        torch.manual_seed(3)
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if settings.get("strategy") != "replica":
+            settings = {"compressor": TopK(0.1, dense_below=8), **settings}
+        self.checkpointer = lowdiff.Checkpointer(
+            folder / "run", staging=folder / "staging", **{"snapshot_every": 100, **settings}
+        )
+        self.step = self.checkpointer.attach(self.model, self.optimizer)
+
+    def train(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            batch = torch.randn(8, 24)
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.checkpointer.commit()
+            self.step += 1
+
+    def follow(self, **settings: Any) -> Follower:
+        return Follower(self.folder / "run", staging=self.folder / "staging", **settings)
+
+    def assert_followed(self, follower: Follower) -> None:
+        assert follower.step == self.step
+        found = follower.state.model_state_dict()
+        for name, tensor in self.model.state_dict().items():
+            assert has_same_bits(found[name], tensor), name
+        kept = follower.state.optimizer_state_dict()["state"]
+        for index, entries in self.optimizer.state_dict()["state"].items():
+            for key, value in entries.items():
+                assert has_same_bits(kept[index][key], value), key
+
+
+@contextmanager
+def training(folder: Path, **settings: Any) -> Iterator[Training]:
+    made = Training(folder, **settings)
+    try:
+        yield made
+    finally:
+        made.checkpointer.close()
+
+
+def killed(folder: Path, steps: int, **settings: Any) -> Training:
+    made = Training(folder, **settings)
+    made.train(steps)
+    lowdiff.testing.kill(made.checkpointer)
+    return made
+
+
+def test_each_step_is_followed_to_the_bit(tmp_path: Path) -> None:
+    with training(tmp_path, snapshot_every=4) as live, live.follow() as follower:
+        assert not Follower(tmp_path / "nothing").look()
+        with pytest.raises(StepNotFound, match="nothing was followed yet"):
+            follower.state  # noqa: B018
+        assert follower.look()
+        live.assert_followed(follower)
+        for _ in range(10):
+            assert not follower.look()
+            live.train()
+            assert follower.look()
+            live.assert_followed(follower)
+        assert follower.num_withdrawn == 0
+
+
+def test_only_every_so_many_steps(tmp_path: Path) -> None:
+    with training(tmp_path, snapshot_every=6) as live, live.follow() as follower:
+        seen = []
+        for _ in range(15):
+            live.train()
+            if follower.look(every=4):
+                seen.append(follower.step)
+        assert seen == [0, 4, 8, 12]
+
+
+def test_a_follower_that_comes_late_or_lags_has_the_newest_step(tmp_path: Path) -> None:
+    settings = {"snapshot_every": 4, "retention": lowdiff.Retention(snapshots=1)}
+    with training(tmp_path, **settings) as live, live.follow() as follower:
+        live.train(3)
+        assert follower.look()
+        live.train(20)  # retention removes what leads on from step 3
+        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 20)
+        assert follower.look()
+        live.assert_followed(follower)
+
+
+def test_lives_that_go_on_are_followed(tmp_path: Path) -> None:
+    first = killed(tmp_path, 5)
+    with first.follow() as follower:
+        assert follower.look()
+        first.assert_followed(follower)
+        with training(tmp_path) as second:
+            second.train(2)
+            assert second.step == 7
+            assert follower.look()
+            second.assert_followed(follower)
+        assert follower.num_withdrawn == 0
+
+
+def test_steps_that_are_lost_are_withdrawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = killed(tmp_path, 5, batch_size=64)
+    with first.follow() as follower:
+        assert follower.look()
+        first.assert_followed(follower)
+        shutil.rmtree(tmp_path / "staging")  # as a reboot does
+        with training(tmp_path) as second:
+            second.train(1)
+            assert second.step < 5
+            assert follower.look()
+            second.assert_followed(follower)
+            assert follower.num_withdrawn == 1
+            assert "LD611" in caplog.text
+            second.train(6)
+            assert follower.look()
+            second.assert_followed(follower)
+        assert follower.num_withdrawn == 1
+
+
+def test_what_is_not_durable_may_be_passed_over(tmp_path: Path) -> None:
+    with (
+        training(tmp_path, batch_size=64, snapshot_every=4) as live,
+        live.follow(durable=True) as follower,
+    ):
+        assert follower.look()
+        live.train(3)
+        assert not follower.look()
+        live.train(1)
+        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 4)
+        assert follower.look()
+        live.assert_followed(follower)
+
+
+def test_a_run_without_a_log_is_followed_by_its_queue(tmp_path: Path) -> None:
+    with training(tmp_path, strategy="replica") as live, live.follow() as follower:
+        for _ in range(4):
+            live.train()
+            assert follower.look()
+            live.assert_followed(follower)
+
+
+def test_without_its_queue_it_is_followed_by_snapshots(tmp_path: Path) -> None:
+    with (
+        training(tmp_path, strategy="replica", snapshot_every=3) as live,
+        live.follow(durable=True) as follower,
+    ):
+        live.train(3)
+        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 3)
+        assert follower.look()
+        live.assert_followed(follower)
+        live.train(1)
+        assert not follower.look()
+
+
+def test_what_nobody_noticed_is_passed_with_the_next_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        training(tmp_path, watch="recovery", snapshot_every=6) as live,
+        live.follow() as follower,
+    ):
+        live.train(2)
+        assert follower.look()
+        live.model.first.weight.data.mul_(0.5)
+        live.train(2)
+        follower.look()
+        assert follower.step == 2
+        assert "LD605" in caplog.text
+        follower.look()
+        assert not follower.look()
+        live.train(3)
+        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 6)
+        assert follower.look()
+        live.assert_followed(follower)
+
+
+def test_a_store_is_followed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store/run"
+    (tmp_path / "store").mkdir()
+    with training(tmp_path, store=url, snapshot_every=3) as live, Follower(url) as follower:
+        assert follower.look()
+        assert follower.step == 0
+        live.train(4)
+        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["remote_step"] >= 3)
+        assert follower.look()
+        assert 3 <= follower.step <= 4
+
+
+def test_the_command_follows_and_hands_out(tmp_path: Path, command: Command) -> None:
+    first = killed(tmp_path, 5)
+    staging, out = str(tmp_path / "staging"), tmp_path / "weights.safetensors"
+    words = "--staging", staging, "--until", 5, "--out", out, "--json"
+    found = command("follow", str(tmp_path / "run"), *words)
+    assert found.code == 0, found.err
+    assert found.out == '{"step": 5, "incarnation": 0}\n'
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(out).items():
+        assert has_same_bits(tensor, first.model.state_dict()[name])
