@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,76 +14,16 @@ pytest.importorskip("transformers")
 
 import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.integrations.scripts import Scripts, differences, scripts_of
 
 pytestmark = [pytest.mark.framework, pytest.mark.launch, pytest.mark.timeout(300)]
-
-
-class Scripts:
-    """Runs scripts as processes, forked from one that has loaded all they need."""
-
-    def __init__(self, server: subprocess.Popen[str]) -> None:
-        self._server = server
-
-    def run(
-        self,
-        name: str,
-        folder: Path,
-        kill: str = "",
-        *,
-        ranks: int = 1,
-        seconds: float | None = None,
-        **arguments: Any,
-    ) -> list[int]:
-        """Run one until its end, or until it is killed; returns the exit status of each rank."""
-        folder.mkdir(exist_ok=True)
-        request = {
-            "arguments": [name, str(folder), json.dumps(arguments), kill],
-            "ranks": ranks,
-            "seconds": seconds,
-            "output": str(folder / "output.txt"),
-        }
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        answer = self._server.stdout.readline()
-        assert answer, "the server died"
-        statuses: list[int] = json.loads(answer)
-        return statuses
-
-    def finish(self, name: str, folder: Path, *, ranks: int = 1, **arguments: Any) -> list[Any]:
-        """Run one that ends by itself; returns each rank's result."""
-        statuses = self.run(name, folder, ranks=ranks, **arguments)
-        assert statuses == [0] * ranks, (folder / "output.txt").read_text()[-4000:]
-        return [
-            torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(ranks)
-        ]
 
 
 @pytest.fixture(scope="session")
 def scripts() -> Iterator[Scripts]:
     """The one that all tests of a process use."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.integrations.transformers.zygote"],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    assert server.stdin is not None
-    assert server.stdout.readline() == "ready\n"
-    yield Scripts(server)
-    server.stdin.close()
-    server.stdout.close()
-    server.wait(60)
+    with scripts_of("tests.integrations.transformers.training") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -103,24 +39,6 @@ def whole(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return known[name]
 
     return find
-
-
-def differences(path: str, a: Any, b: Any) -> list[str]:
-    """Where two results differ in a bit."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and torch.equal(
-            a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)
-        )
-        return [] if same else [path]
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [line for key in a for line in differences(f"{path}.{key}", a[key], b[key])]
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        return [
-            line
-            for i, (x, y) in enumerate(zip(a, b, strict=True))
-            for line in differences(f"{path}[{i}]", x, y)
-        ]
-    return [] if repr(a) == repr(b) else [f"{path}: {a!r} != {b!r}"]
 
 
 def compared(results: list[Any], folder: str = "") -> list[Any]:

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,12 @@ def tiny_model() -> Any:
         eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
+
+
+def warm_up() -> None:
+    """Save a model once."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model().save_pretrained(folder)
 
 
 def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:

@@ -1,6 +1,6 @@
-"""Starts scripts by a fork of a process that has loaded torch and transformers once: that takes seconds of a core.
+"""Starts scripts by a fork of a process that has loaded torch and a framework once: that takes seconds of a core.
 
-Reads a JSON object a line: ``arguments`` of `training.main`, ``ranks``, ``output`` and ``seconds`` after which all
+``python -m tests.integrations.zygote MODULE`` reads a JSON object a line: ``arguments`` of ``MODULE.main``, ``ranks``, ``output`` and ``seconds`` after which all
 ranks are killed, if not null. Answers with the exit statuses of the ranks, -9 for SIGKILL. As under torchrun, all
 ranks die when one does.
 """
@@ -13,23 +13,20 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from tests.background import fork_processes
-from tests.integrations.transformers import training
 
 
-def serve() -> None:
+def serve(training: ModuleType) -> None:
     """Answer requests until the input ends."""
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the first time takes half a second, in every process else
-        training.tiny_model().save_pretrained(folder)
+    training.warm_up()  # what takes long in its first time
     gc.freeze()  # the Trainer collects garbage, which would walk through all modules in every process
     _answer("ready")
     for line in sys.stdin:
@@ -37,7 +34,7 @@ def serve() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        pids = [_start(request, rank, port) for rank in range(request["ranks"])]
+        pids = [_start(training, request, rank, port) for rank in range(request["ranks"])]
         _answer(json.dumps(_wait(pids, request["seconds"])))
 
 
@@ -61,7 +58,7 @@ def _wait(pids: list[int], seconds: float | None) -> list[int]:
     return [statuses[pid] for pid in pids]
 
 
-def _start(request: dict[str, Any], rank: int, port: int) -> int:
+def _start(training: ModuleType, request: dict[str, Any], rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -91,4 +88,4 @@ def _start(request: dict[str, Any], rank: int, port: int) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(import_module(sys.argv[1]))

@@ -1,0 +1,537 @@
+"""Lightning: one callback, and a run that was killed anywhere goes on exactly.
+
+::
+
+    trainer = lightning.Trainer(max_epochs=3, callbacks=[LowDiffCallback("runs/x")])
+    trainer.fit(model, train_dataloaders=loader)
+
+A step is committed when the next batch is about to be fetched, when the next epoch begins, or when training has ended:
+validation, logging and checkpoint callbacks belong to the step before. Lightning's own progress, callbacks, schedulers
+and sums of logged values are a state of each step. The loader stays as it is; a resumed epoch passes over the indices
+of the batches that were consumed, and loads none of them.
+
+No event comes right before a batch is fetched, and Lightning runs backward inside ``optimizer.step(closure)``, where
+nobody can read gradients before they are used. So three methods of the loops, and one of the precision plugin, are
+wrapped on the instances while ``fit`` runs. `_PARTS` lists them; a version that lacks one is refused.
+
+Needs ``lowdiff[lightning]``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import lowdiff
+from lowdiff.checkpointer import begin_body, ignore_checkpoint
+from lowdiff.errors import ConfigError, RunMismatch, UsageError
+from lowdiff.model.items import Stateful
+
+try:
+    import lightning
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.plugins.precision.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from torchmetrics import Metric
+except ImportError as error:
+    raise ConfigError(
+        f"LowDiffCallback needs lightning: pip install 'lowdiff[lightning]' ({error})"
+    ) from error
+
+__all__ = ["LowDiffCallback"]
+
+#: The version that the tests ran with; constraints.txt pins it.
+_TESTED = "lightning 2.6.6"
+#: Methods that are wrapped or called, and their parameters.
+_PARTS: dict[type, dict[str, tuple[str, ...]]] = {
+    _FitLoop: {"setup_data": (), "on_advance_start": (), "on_run_end": ()},
+    _TrainingEpochLoop: {"advance": ("data_fetcher",)},
+    Precision: {
+        "optimizer_step": ("optimizer", "model", "closure"),
+        "_wrap_closure": ("model", "optimizer", "closure"),
+    },
+}
+_RESTARTED = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class LowDiffCallback(lightning.Callback):
+    """Commits every step of ``Trainer.fit``, and resumes it exactly.
+
+    ::
+
+        Trainer(..., callbacks=[LowDiffCallback("runs/x", compressor=TopK(density=0.01))])
+
+    Restored are weights, optimizers, schedulers, random generators, the place in the data, the loops' progress,
+    callbacks and a data module with a state, logged values and their sums. A run that is finished ends at once when it
+    is started again; with a larger ``max_epochs`` or ``max_steps`` it goes on.
+
+    Attributes:
+        checkpointer: The Checkpointer; attached while ``fit`` runs.
+    """
+
+    def __init__(self, run: str | Path, **settings: Any) -> None:
+        """Set up the Checkpointer; nothing is read or written yet.
+
+        Args:
+            run: Folder of the run.
+            settings: Of ``lowdiff.Checkpointer``.
+
+        Raises:
+            ConfigError: If a value cannot work, or this version of Lightning lacks a part that is needed.
+        """
+        self.checkpointer = lowdiff.Checkpointer(run, **settings)
+        self._training: _Training | None = None
+        _refuse_other_versions()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach model, optimizers and loader, and restore them: all are set up, and no loop has begun.
+
+        Raises:
+            ConfigError: If something cannot be resumed.
+            RunMismatch: If another kind of loop made the run.
+        """
+        self._training = _Training(trainer, self.checkpointer)
+        self._training.attach()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Stop where a signal says so; all ranks hear of it at the same step."""
+        if self.checkpointer.preempted:
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the run without the step under way."""
+        self._end()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close the run; one that had no step to make leaves the generators as it found them at its end."""
+        if self._training is not None:
+            self._training.finish()
+        self._end()
+
+    def _end(self) -> None:
+        if self._training is not None:
+            self._training.unwrap()
+            self._training = None
+            self.checkpointer.close()
+
+
+class _Training:
+    """One call of ``fit``: what is wrapped, and where a step is committed.
+
+    Attributes:
+        is_preempted: Whether a signal ends training, which then is not finished.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: lowdiff.Checkpointer) -> None:
+        self._trainer, self._checkpointer = trainer, checkpointer
+        self._loop = trainer.fit_loop
+        self._wrapped: list[tuple[Any, str]] = []
+        self._committed = 0
+        self._is_first = True
+
+    def attach(self) -> None:
+        """See `LowDiffCallback.on_fit_start`."""
+        trainer, loop = self._trainer, self._loop
+        _refuse(trainer)
+        loop.setup_data()
+        loader = _loader_of(loop)
+        progress = _Progress(trainer, self._checkpointer)
+        objects: dict[str, Any] = {
+            f"scheduler{i}": config.scheduler
+            for i, config in enumerate(trainer.lr_scheduler_configs)
+        }
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            objects["scaler"] = scaler
+        if loader is not None:
+            objects["loader"] = (
+                _Positioned(loader, loop) if isinstance(loader, Stateful) else loader
+            )
+        step = self._checkpointer.attach(
+            trainer.model, trainer.optimizers, **objects, lightning=progress
+        )
+        self._refuse_checkpoint(step)
+        is_within_epoch = False
+        if step:
+            if progress.found is None:
+                raise RunMismatch(
+                    f"step {step} of the run has no state of Lightning: another loop made it. Name another folder"
+                )
+            is_within_epoch = progress.restore()
+        progress.found = None  # of a run that made no step, too
+        self._committed = trainer.global_step
+        if loader is not None and (is_within_epoch or not step):
+            iter(loop._data_fetcher)  # the one of setup_data knows nothing of the run
+        if isinstance(objects.get("loader"), _Positioned):
+            objects["loader"].loaded = None
+        self._wrap(loop, "on_advance_start", self._before_epoch)
+        self._wrap(loop.epoch_loop, "advance", self._before_batch)
+        self._wrap(loop, "on_run_end", None, self._after_training)
+        self._replace(trainer.precision_plugin, "optimizer_step", self._step)
+
+    def _refuse_checkpoint(self, step: int) -> None:
+        """See that no checkpoint of Lightning's is loaded over the run's own step.
+
+        Raises:
+            ConfigError: If the run has none yet.
+        """
+        trainer = self._trainer
+        if trainer.ckpt_path is None:
+            return
+        if not step:
+            raise ConfigError(
+                f"ckpt_path={str(trainer.ckpt_path)!r}: the run goes on from its own steps, and has none yet. To begin "
+                "from that checkpoint, load its weights into the model (load_from_checkpoint) and leave ckpt_path out"
+            )
+        trainer._checkpoint_connector._loaded_checkpoint = {}
+        ignore_checkpoint(
+            self._checkpointer,
+            f"ckpt_path={str(trainer.ckpt_path)!r}",
+            "load its weights by load_from_checkpoint and name another folder",
+        )
+
+    # What is wrapped.
+
+    def _wrap(
+        self,
+        owner: Any,
+        name: str,
+        before: Callable[[], None] | None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if before is not None:
+                before()
+            result = original(*args, **options)
+            if after is not None:
+                after()
+            return result
+
+        self._replace(owner, name, wrapped)
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(owner, name, method)
+        self._wrapped.append((owner, name))
+
+    def unwrap(self) -> None:
+        """Give the loops their own methods back."""
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            delattr(owner, name)
+
+    def _before_epoch(self) -> None:
+        """Commit the last step of the epoch before, with all that came after it."""
+        if self._is_first:
+            if not self._loop.restarted_mid_epoch:
+                begin_body(self._checkpointer)
+            return
+        self._end_epoch()
+        self._commit()
+
+    def _end_epoch(self) -> None:
+        """Leave the epoch's iteration over the loader, which may not have come to its end."""
+        iterator = self._loop._combined_loader._iterator
+        if iterator is not None:
+            iterator.reset()
+
+    def _before_batch(self) -> None:
+        """Commit the step that was made; from the first batch on, nothing is a restart any more."""
+        if self._is_first:
+            self._is_first = False
+            for loop in _loops(self._loop):
+                loop._restarting = False
+            begin_body(self._checkpointer)
+        self._commit()
+        if self._checkpointer.preempted:
+            self._trainer.should_stop = True
+            raise StopIteration
+
+    def _after_training(self) -> None:
+        epochs = self._loop.epoch_progress.current
+        if epochs.ready == epochs.processed:
+            self._end_epoch()
+        self._commit()
+
+    def finish(self) -> None:
+        """Restore the generators of a run that is finished already."""
+        if self._is_first:
+            begin_body(self._checkpointer)
+
+    def _commit(self) -> None:
+        """Commit, if an optimizer stepped since the last commit."""
+        step = self._trainer.global_step
+        if step != self._committed:
+            self._committed = step
+            self._checkpointer.commit()
+
+    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
+        """Make an optimizer's step with gradients that are there before it begins; see `Precision.optimizer_step`."""
+        plugin = self._trainer.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:  # it does so as well
+            original = type(plugin).optimizer_step
+            return original(plugin, optimizer, model=model, closure=closure, **options)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates gradients in its step, which cannot be recorded")
+        result = plugin._wrap_closure(model, optimizer, closure)
+        optimizer.step(**options)
+        return result
+
+
+class _Progress:
+    """The state of Lightning's loops, callbacks and logged values: a stateful object.
+
+    Attributes:
+        found: What the run knew and is not restored yet; None if nothing.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: lowdiff.Checkpointer) -> None:
+        self.found: dict[str, Any] | None = None
+        self._trainer, self._checkpointer = trainer, checkpointer
+        results = trainer.fit_loop.epoch_loop._results
+        results.__class__ = _Results
+        results.waiting = {}
+        self._results: _Results = results
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        if self.found is not None:
+            return self.found
+        trainer = self._trainer
+        loops = trainer.fit_loop.state_dict()
+        loops["state_dict"] = {}  # the loader's place, which it knows itself
+        known = trainer._logger_connector
+        return {
+            "loops": loops,
+            "callbacks": {
+                callback.state_key: callback.state_dict()
+                for callback in trainer.callbacks
+                if callback.state_dict()
+            },
+            "datamodule": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "metrics": {
+                kind: _on_cpu(getattr(known, f"_{kind}_metrics"))
+                for kind in ("callback", "logged", "progress_bar")
+            },
+            "sums": self._results.sums(),
+            "module_metrics": {
+                name: _metric_state(metric) for name, metric in _metrics(trainer.lightning_module)
+            },
+            "should_stop": bool(trainer.should_stop) and not self._checkpointer.preempted,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state until it can be restored."""
+        self.found = state_dict
+
+    def restore(self) -> bool:
+        """Restore everything; whether the run is within an epoch."""
+        found, trainer = self.found, self._trainer
+        assert found is not None
+        trainer.should_stop = found["should_stop"]
+        for callback in trainer.callbacks:
+            if callback.state_key in found["callbacks"]:
+                callback.load_state_dict(copy.deepcopy(found["callbacks"][callback.state_key]))
+        if trainer.datamodule is not None and found["datamodule"]:
+            trainer.datamodule.load_state_dict(found["datamodule"])
+        device = trainer.strategy.root_device
+        for kind, values in found["metrics"].items():
+            kept = getattr(trainer._logger_connector, f"_{kind}_metrics")
+            kept.update({name: _to(value, device) for name, value in values.items()})
+        for name, metric in _metrics(trainer.lightning_module):
+            for key, value in found["module_metrics"].get(name, {}).items():
+                setattr(metric, key, _to(value, device))
+        return self._restore_loops(found)
+
+    def _restore_loops(self, found: Mapping[str, Any]) -> bool:
+        loop = self._trainer.fit_loop
+        loop.load_state_dict(found["loops"])
+        epochs = loop.epoch_progress.current
+        is_within_epoch = bool(epochs.ready != epochs.processed)
+        # A state lies between two batches, or two epochs; Lightning's checkpoints lie elsewhere, and it guesses where.
+        for part in _loops(loop):
+            part._restarting = is_within_epoch
+        loop.epoch_loop.val_loop._restarting = (
+            True  # else it would be tried out, which forgets metrics
+        )
+        loop._resuming_from_checkpoint = is_within_epoch
+        if is_within_epoch:
+            self._results.waiting = {key: dict(sums) for key, sums in found["sums"].items()}
+            # The loader is resumed by lowdiff, which Lightning cannot know.
+            warnings.filterwarnings("ignore", message=_RESTARTED)
+        return is_within_epoch
+
+
+class _Positioned:
+    """A loader that knows its position, torchdata's say: between two epochs it has none but its generators'.
+
+    Attributes:
+        loaded: What it was given last, until an iteration begins with it.
+    """
+
+    def __init__(self, loader: Any, loop: Any) -> None:
+        self._loader, self._loop = loader, loop
+        self.loaded: dict[str, Any] | None = None
+
+    def _generators(self) -> list[torch.Generator]:
+        owners = (self._loader, getattr(self._loader, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in owners)
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state, and its generators'."""
+        if self.loaded is not None:
+            return self.loaded
+        epochs = self._loop.epoch_progress.current
+        is_between = epochs.ready == epochs.processed
+        return {
+            "loader": None if is_between else self._loader.state_dict(),
+            "generators": [generator.get_state() for generator in self._generators()],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set them."""
+        self.loaded = state_dict
+        for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
+            generator.set_state(state)
+        if state_dict["loader"] is not None:
+            self._loader.load_state_dict(state_dict["loader"])
+
+
+class _Results(_ResultCollection):
+    """Sums of values that a training logs in an epoch, some of which a run had before it was resumed.
+
+    Attributes:
+        waiting: Sums of values that were not logged since.
+    """
+
+    waiting: dict[str, dict[str, Any]]
+
+    def __setitem__(self, key: str, metric: Any) -> None:
+        for name, value in self.waiting.pop(key, {}).items():
+            setattr(metric, name, value)
+        super().__setitem__(key, metric)
+
+    def sums(self) -> dict[str, dict[str, Any]]:
+        """Return the sums by key."""
+        found = {
+            key: {
+                name: _on_cpu(getattr(metric, name))
+                for name in ("value", "cumulated_batch_size", "_update_count")
+                if hasattr(metric, name)
+            }
+            for key, metric in self.items()
+            if metric.is_tensor and not metric.has_reset
+        }
+        return {**self.waiting, **found}
+
+
+def _loops(loop: Any) -> Iterator[Any]:
+    """Yield a loop and those within it."""
+    yield loop
+    for part in (
+        loop.epoch_loop,
+        loop.epoch_loop.val_loop,
+        loop.epoch_loop.automatic_optimization,
+        loop.epoch_loop.manual_optimization,
+    ):
+        yield part
+
+
+def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
+    """Yield the torchmetrics of a module, by name."""
+    for name, part in module.named_modules():
+        if isinstance(part, Metric):
+            yield name, part
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    """Return what a metric has summed up, which is no part of its state dict."""
+    names = [*metric._defaults, "_update_count"]
+    return {name: _on_cpu(getattr(metric, name)) for name in names}
+
+
+def _on_cpu(value: Any) -> Any:
+    """Copy tensors in dicts and lists to the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _on_cpu(part) for key, part in value.items()}
+    return [_on_cpu(part) for part in value] if isinstance(value, list) else value
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Move a tensor, or those of a list, to a device."""
+    if isinstance(value, list):
+        return [_to(part, device) for part in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _loader_of(loop: Any) -> Any:
+    """Return the loader of a training; None if it has nothing to load.
+
+    Raises:
+        ConfigError: If there are several.
+    """
+    if loop._combined_loader is None:
+        return None
+    loaders = loop._combined_loader.flattened
+    if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+        raise ConfigError(
+            f"LowDiffCallback resumes one DataLoader, and this training has {len(loaders)}: "
+            f"{', '.join(type(loader).__name__ for loader in loaders)}; draw from one dataset that returns a part of "
+            "each, or let the loop be yours and use lowdiff.Checkpointer"
+        )
+    return loaders[0]
+
+
+def _refuse(trainer: Any) -> None:
+    """Check that a training can be resumed exactly.
+
+    Raises:
+        ConfigError: Saying what to change.
+        UsageError: If the callback is there twice.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+        raise ConfigError(
+            f"LowDiffCallback works with strategy='auto' or 'ddp', not with {type(strategy).__name__}; sharded models "
+            "train with lowdiff.Checkpointer in a loop of their own (docs/sharded.md)"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            "reload_dataloaders_every_n_epochs makes new loaders while training runs, whose place LowDiffCallback "
+            "would not know; leave it out, and let the dataset change with the sampler's epoch"
+        )
+    if sum(isinstance(callback, LowDiffCallback) for callback in trainer.callbacks) > 1:
+        raise UsageError("this Trainer has several LowDiffCallbacks; a run has one")
+
+
+def _refuse_other_versions() -> None:
+    """Check that this version has the parts that are wrapped.
+
+    Raises:
+        ConfigError: Naming what is missing.
+    """
+    missing = []
+    for owner, parts in _PARTS.items():
+        for name, parameters in parts.items():
+            part = getattr(owner, name, None)
+            known = () if part is None else inspect.signature(part).parameters
+            if part is None or any(parameter not in known for parameter in parameters):
+                missing.append(f"{owner.__name__}.{name}({', '.join(parameters)})")
+    if missing:
+        raise ConfigError(
+            f"LowDiffCallback was tested with {_TESTED}; lightning {lightning.__version__} lacks {', '.join(missing)}. "
+            "Install the tested version: pip install 'lowdiff[lightning]'"
+        )
