@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
-from lowdiff.model.items import Stateful
 
 try:
     import lightning
@@ -154,7 +153,7 @@ class _Training:
             objects["scaler"] = scaler
         if loader is not None:
             objects["loader"] = (
-                _Positioned(loader, loop) if isinstance(loader, Stateful) else loader
+                _Positioned(loader, loop) if hasattr(loader, "load_state_dict") else loader
             )
         step = self._checkpointer.attach(
             trainer.model, trainer.optimizers, **objects, lightning=progress
@@ -438,14 +437,9 @@ class _Results(_ResultCollection):
 
 def _loops(loop: Any) -> Iterator[Any]:
     """Yield a loop and those within it."""
+    epochs = loop.epoch_loop
     yield loop
-    for part in (
-        loop.epoch_loop,
-        loop.epoch_loop.val_loop,
-        loop.epoch_loop.automatic_optimization,
-        loop.epoch_loop.manual_optimization,
-    ):
-        yield part
+    yield from (epochs, epochs.val_loop, epochs.automatic_optimization, epochs.manual_optimization)
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 from lowdiff.compressors import TopK
@@ -101,7 +102,7 @@ class Gan(lightning.LightningModule):
     def training_step(self, batch: Any, batch_index: int) -> None:
         """Train the judge, then the maker."""
         features, _ = batch
-        first, second = self.optimizers()  # type: ignore[misc]
+        first, second = self.optimizers()
         made = self.maker(torch.randn(len(features), 4))
         loss = self.judge(made.detach()).mean() - self.judge(features).mean()
         second.zero_grad()
@@ -115,7 +116,7 @@ class Gan(lightning.LightningModule):
         self.untoggle_optimizer(first)
         self.log_dict({"judge": loss, "maker": other})
         if self.trainer.is_last_batch:
-            self.lr_schedulers().step()  # type: ignore[union-attr]
+            self.lr_schedulers().step()
 
     def configure_optimizers(self) -> Any:
         """Two of them, and a scheduler for the first."""
@@ -290,10 +291,8 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=kind.saves, log_every_n_steps=1,
     )  # fmt: skip
     trainer = lightning.Trainer(**(options | kind.arguments | given))
-    made: Any = DataLoader
-    if kind.stateful:
-        from torchdata.stateful_dataloader import StatefulDataLoader as made
-    loader = made(rows, batch_size=4, shuffle=True, **kind.loader)
+    load: Any = StatefulDataLoader if kind.stateful else DataLoader
+    loader = load(rows, batch_size=4, shuffle=True, **kind.loader)
     validation = DataLoader(Rows(9, lambda _: None), batch_size=4)
     trainer.fit(model, loader, None if kind.model is Gan else validation, ckpt_path=ckpt_path)
     optimizers = trainer.optimizers
