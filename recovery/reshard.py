@@ -32,7 +32,7 @@ def whole(state: RecoveredState) -> RecoveredState:
     _put_frozen_together(state)
     if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
         return state
-    wholes = in_a_row(_whole_spec(parts[0]) for parts in by_tensor(layout).values())
+    wholes = in_a_row(whole_spec(parts[0]) for parts in by_tensor(layout).values())
     optimizers = [replace(o, groups=tensor_groups(o, layout)) for o in state.fence.optimizers]
     return resharded(state, wholes, optimizers)
 
@@ -40,19 +40,41 @@ def whole(state: RecoveredState) -> RecoveredState:
 def _put_frozen_together(state: RecoveredState) -> None:
     """Give every rank's items the whole of each frozen parameter that was sharded, in place."""
     for tensor, parts in by_tensor(state.fence.frozen_shards).items():
-        name = FROZEN_ITEM + tensor
-        values = {}
-        for part in parts:
-            held = decode_item(name, state.items[part.ranks[0] if part.ranks else 0][name])
-            values[part.name] = flat_like(held, part)
-        spec = _whole_spec(parts[0])
-        data = encode(shaped(_cut(spec, parts, values), spec))
+        data = encode(whole_tensor(parts, frozen_values(state, parts)))
         for items in state.items:
-            items[name] = data
+            items[FROZEN_ITEM + tensor] = data
     state.fence = replace(state.fence, frozen_shards=Layout(()))
 
 
-def _whole_spec(part: ParameterSpec) -> ParameterSpec:
+def frozen_values(state: RecoveredState, parts: Sequence[ParameterSpec]) -> dict[str, torch.Tensor]:
+    """Return the shards of a frozen parameter, flat, from the items of the ranks that hold them."""
+    name = FROZEN_ITEM + parts[0].tensor
+    values = {}
+    for part in parts:
+        held = decode_item(name, state.items[first_holder(part)][name])
+        values[part.name] = flat_like(held, part)
+    return values
+
+
+def first_holder(part: ParameterSpec) -> int:
+    """Return the first of the ranks that hold a part of a tensor."""
+    return part.ranks[0] if part.ranks else 0
+
+
+def whole_tensor(
+    parts: Sequence[ParameterSpec], values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a tensor of its logical shape; one that is not divided shares its memory.
+
+    Args:
+        parts: All of the tensor's.
+        values: Flat, by name.
+    """
+    spec = whole_spec(parts[0])
+    return shaped(_cut(spec, parts, values), spec)
+
+
+def whole_spec(part: ParameterSpec) -> ParameterSpec:
     """Describe the tensor that an entry is a part of; it lies at offset 0."""
     if not part.is_shard:
         return replace(part, offset=0, ranks=())

@@ -11,7 +11,9 @@ import torch
 
 import lowdiff
 from lowdiff.recovery.compare import has_same_bits
+from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
+from lowdiff.recovery.inspect.weights import recover_weights
 from tests.crash.sharded import loading, training
 from tests.processes import Script
 from tests.unit.cli.commands import Command, command
@@ -101,6 +103,18 @@ def recovered(folder: Path) -> dict[str, Any]:
     return {"model": state.model_state_dict(), "state": [kept[i] for i in sorted(kept)]}
 
 
+def assert_weights_come_alone(folder: Path, step: int | None = None) -> None:
+    """Compare what is put together tensor by tensor with an export of the whole state."""
+    run, staging = folder / "run", folder / "staging"
+    whole = export(lowdiff.recover(run, step, staging=staging), folder / "whole.safetensors")
+    alone = folder / "alone.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_GROUP_BYTES", 1)
+        recover_weights(run, alone, step, staging=staging)
+    assert alone.read_bytes() == whole.read_bytes()
+    whole.unlink()
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["model"].keys() == expected["model"].keys()
     for name, tensor in expected["model"].items():
@@ -138,6 +152,7 @@ def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
 def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
     assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
+    assert_weights_come_alone(tmp_path)
 
 
 @pytest.mark.slow
