@@ -60,16 +60,18 @@ class Share:
         items: The rank, of those that took the snapshot, whose item tensors it goes on with.
         residual: The one whose residual it goes on with; None if it takes part in the mean of all: then it
             reads what they owe of its parameters.
+        frozen: Rank and name of the frozen parameters' shards that it reads beside these items.
     """
 
     parameters: frozenset[str]
     items: int
     residual: int | None
+    frozen: frozenset[tuple[int, str]] = frozenset()
 
     def has(self, name: str, rank: int, parameters: Container[str]) -> bool:
         """Whether a tensor of a rank's image belongs to it."""
         if _is_item(name):
-            return rank == self.items
+            return rank == self.items or (rank, name) in self.frozen
         if name.startswith(RESIDUAL):
             owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
             is_mine = owner is None or owner in self.parameters

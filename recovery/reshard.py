@@ -5,7 +5,7 @@ Elements are only moved: every value keeps its bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,13 @@ def whole(state: RecoveredState) -> RecoveredState:
 
     Memory: the state, and one tensor more. The given state must not be used any more.
     """
-    layout = state.fence.layout
     _put_frozen_together(state)
+    return whole_trained(state)
+
+
+def whole_trained(state: RecoveredState) -> RecoveredState:
+    """Put the shards of every trained tensor together; see `whole`."""
+    layout = state.fence.layout
     if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
         return state
     wholes = in_a_row(whole_spec(parts[0]) for parts in by_tensor(layout).values())
@@ -44,6 +49,56 @@ def _put_frozen_together(state: RecoveredState) -> None:
         for items in state.items:
             items[FROZEN_ITEM + tensor] = data
     state.fence = replace(state.fence, frozen_shards=Layout(()))
+
+
+def frozen_as(
+    state: RecoveredState, layout: Layout, rank: int, items: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Divide frozen parameters as another layout does; what a rank holds of them then, as items.
+
+    Args:
+        state: With the shards that `frozen_needed` lists.
+        layout: Of all ranks, of those that are to be sharded.
+        rank: Whose part.
+        items: Those that the rank goes on with; frozen parameters that were not sharded are among them.
+    """
+    found = {}
+    for target, sources in _frozen_targets(state.fence.frozen_shards, layout, rank):
+        name = FROZEN_ITEM + target.tensor
+        if sources:
+            values = frozen_values(state, sources)
+        elif name in items:
+            sources = [whole_spec(target)]
+            values = {sources[0].name: flat_like(decode_item(name, items[name]), sources[0])}
+        else:  # the model that takes them says what it misses
+            continue
+        found[name] = encode(shaped(_cut(target, sources, values), target))
+    return found
+
+
+def frozen_needed(old: Layout, new: Layout | None, rank: int) -> frozenset[tuple[int, str]]:
+    """Return rank and item of the old shards that a rank's new ones are cut from; None for no change."""
+    targets = _frozen_targets(old, new, rank) if new not in (None, old) else ()
+    return frozenset(
+        (first_holder(part), FROZEN_ITEM + part.tensor) for _, parts in targets for part in parts
+    )
+
+
+def _frozen_targets(
+    old: Layout, new: Layout, rank: int
+) -> Iterator[tuple[ParameterSpec, list[ParameterSpec]]]:
+    """Yield what a rank is to hold, and the old shards that overlap it; none where it was not sharded."""
+    before, after = by_tensor(old), by_tensor(new)
+    for tensor in dict.fromkeys([*before, *after]):
+        parts = before.get(tensor, [])
+        for target in after.get(tensor) or [whole_spec(parts[0])]:
+            is_other = (
+                parts and parts[0].whole_shape != target.whole_shape
+            )  # whoever takes it says so
+            if not is_other and (not target.ranks or rank in target.ranks):
+                # One at least, which tells the dtype of a shard without elements.
+                near = [part for part in parts if _overlap(target, part)[0] is not None]
+                yield target, near or parts[:1]
 
 
 def frozen_values(state: RecoveredState, parts: Sequence[ParameterSpec]) -> dict[str, torch.Tensor]:

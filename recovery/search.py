@@ -28,8 +28,9 @@ from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
+from lowdiff.recovery.reshard import frozen_needed
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-from lowdiff.types import Fence
+from lowdiff.types import Fence, Layout
 
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
@@ -115,6 +116,7 @@ class Search:
         *,
         goes_back: bool,
         act: Act | None = None,
+        frozen: Layout | None = None,
     ) -> None:
         """Begin.
 
@@ -123,9 +125,11 @@ class Search:
             step: Which step; None for the newest that can be had.
             goes_back: Whether an earlier step serves where the newest does not replay.
             act: Carries a plan out, perhaps again after damage; None for `load_and_replay`.
+            frozen: How frozen parameters are sharded over the ranks that recover; None as they were.
         """
         self.catalog = catalog
         self._act = act or load_and_replay
+        self._frozen = frozen
         #: The step of the first plan stays the goal: a live run's newest moves on, perhaps faster than
         #: a replay follows, but by the next look that step is in a segment.
         self.goal = step
@@ -244,7 +248,7 @@ class Search:
             if isinstance(plan, MemoryPlan):
                 return carry_out(self.catalog, plan, options, None, self._act)
             fences = self.catalog.incarnations
-            share = share_of(company.rank, company.world_size, plan, fences)
+            share = share_of(company.rank, company.world_size, plan, fences, self._frozen)
             state = carry_out(self.catalog, plan, options, share, self._act)
             lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
             refuse_lost_objects(state, [fences[number] for number in lives])
@@ -357,8 +361,8 @@ def load_and_replay(
         state, is_whole = shares_joined(catalog, plan, options)
         options = replace(options, whole=is_whole)
     else:
-        base = fences[plan.base.incarnation]
-        if base.layout != fences[plan.incarnation].layout:
+        base, last = fences[plan.base.incarnation], fences[plan.incarnation]
+        if (base.layout, base.frozen_shards) != (last.layout, last.frozen_shards):
             raise RunMismatch(
                 f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
                 "recover a step before the change"
@@ -373,7 +377,11 @@ def load_and_replay(
 
 
 def share_of(
-    rank: int, world_size: int, plan: RecoveryPlan, fences: Mapping[int, Fence]
+    rank: int,
+    world_size: int,
+    plan: RecoveryPlan,
+    fences: Mapping[int, Fence],
+    frozen: Layout | None = None,
 ) -> Share | None:
     """One rank's share of a recovery; None if it has to do all of it.
 
@@ -385,6 +393,7 @@ def share_of(
         world_size: How many recover together.
         plan: The way to the step.
         fences: Incarnation number -> its fence.
+        frozen: How frozen parameters are sharded over these ranks; None as they were.
     """
     if world_size == 1:
         return None
@@ -402,6 +411,7 @@ def share_of(
         parameters=frozenset(names),
         items=_source(rank, sizes),
         residual=rank if {sizes[0], sizes[-1]} == {world_size} else None,
+        frozen=frozen_needed(fence.frozen_shards, frozen, rank),
     )
 
 

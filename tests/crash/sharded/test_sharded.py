@@ -126,24 +126,28 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.launch
-def test_a_run_goes_on_on_any_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["", "frozen"])
+def test_a_run_goes_on_on_any_mesh(tmp_path: Path, features: str) -> None:
     until = 0
     for number, (kind, size) in enumerate(
         [("uneven", 2), ("uneven", 4), ("uneven", 1), ("uneven", 3)]
     ):
         until += 2
-        ended(life(tmp_path, number, kind, "fused", until, world_size=size))
+        words = kind, "fused", until, "--features", features
+        ended(life(tmp_path, number, *words, world_size=size))
         assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
         assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["", "frozen"])
+def test_shards_copies_and_whole_models_change_places(tmp_path: Path, features: str) -> None:
     lives = [("even", 2), ("hsdp", 4), ("ddp", 2), ("fsdp+tp", 4), ("single", 1), ("tp", 2)]
     for number, (kind, size) in enumerate(lives):
         until = 2 * (number + 1)
-        ended(life(tmp_path, number, kind, "loop", until, world_size=size))
+        words = kind, "loop", until, "--features", features
+        ended(life(tmp_path, number, *words, world_size=size))
         assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
         assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
 
@@ -153,6 +157,17 @@ def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
     assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
     assert_weights_come_alone(tmp_path)
+
+
+@pytest.mark.launch
+def test_weights_alone_come_back_on_another_mesh(tmp_path: Path) -> None:
+    ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
+    weights = torch.load(tmp_path / "whole.pt")["model"]
+    words = "uneven", "sgd", 0, "--features", "frozen", "--restore", "model"
+    ended(life(tmp_path, 1, *words, world_size=3))
+    found = torch.load(tmp_path / "whole.pt")["model"]
+    assert found.keys() == weights.keys()
+    assert all(has_same_bits(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
-from lowdiff.errors import StorageError
+from lowdiff.errors import ReplayMismatch, StorageError
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
@@ -116,7 +116,7 @@ def test_where_blocks_fail_all_groups_are_replayed_whole(
 
     def refuse_blocks(self: Any, *args: Any) -> None:
         if not self._options.whole:
-            raise replayer.ReplayMismatch("blocks differ")
+            raise ReplayMismatch("blocks differ")
         check(self, *args)
 
     expected = export(recover(crashed.run, 7, staging=crashed.staging), tmp_path / "x.safetensors")
