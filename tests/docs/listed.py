@@ -29,6 +29,15 @@ NOT_RUN = {
         "docs/integrations.md",
         "from lowdiff.integrations.transformers",
     ): "tests/integrations/transformers/test_callback.py runs it",
+    (
+        "docs/sharded.md",
+        "for block in model.blocks:",
+    ): "examples/fsdp2_gpt.py, which a test runs, in short",
+    ("docs/sharded.md", "state = {"): "tests/crash/sharded/loading.py does this",
+    (
+        "docs/sharded.md",
+        "model_state, optimizer_state",
+    ): "tests/crash/sharded/beginning.py does this",
     ("docs/survivors.md", "pip install '.[in-process]'"): "it would change this environment",
     (
         "docs/survivors.md",

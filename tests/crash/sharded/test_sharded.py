@@ -14,7 +14,7 @@ from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
 from lowdiff.recovery.inspect.weights import recover_weights
-from tests.crash.sharded import loading, training
+from tests.crash.sharded import beginning, loading, training
 from tests.processes import Script
 from tests.unit.cli.commands import Command, command
 
@@ -182,6 +182,40 @@ def test_an_export_loads_into_a_sharded_model(tmp_path: Path) -> None:
     ]
     ended(ranks)
     assert [rank.printed().splitlines()[-1] for rank in ranks] == ["same: True"] * 3
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kind", ["uneven", pytest.param("ddp", marks=_SLOW)])
+def test_a_run_begins_with_a_dcp_folder(tmp_path: Path, kind: str) -> None:
+    def trained(life: str, dies_at: int) -> list[Script]:
+        ranks = range(2)
+        started = [
+            Script(
+                beginning.main,
+                rank,
+                2,
+                life,
+                tmp_path,
+                kind,
+                dies_at,
+                output=tmp_path / f"{life}.out",
+            )
+            for rank in ranks
+        ]
+        for script in started:
+            script.wait()
+        return started
+
+    def told(life: str, rank: int) -> list[list[Any]]:
+        return [json.loads(line) for line in (tmp_path / f"{life}.{rank}").read_text().splitlines()]
+
+    ended(trained("plain", -1))
+    trained("first", 7)
+    ended(trained("second", -1))
+    for rank in range(2):
+        expected = told("plain", rank)
+        assert told("first", rank)[:5] == [["resumed", 0], *expected[3:7]]
+        assert told("second", rank) == [["resumed", 4], *expected[7:]]
 
 
 @pytest.mark.slow
