@@ -20,7 +20,7 @@ from lowdiff.persistence.store.fetch import fetch_history, temporary_folder
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.reshard import whole
-from lowdiff.recovery.search import Progress, Search
+from lowdiff.recovery.search import Act, Progress, Search, load_and_replay
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import whole_number
 
@@ -60,16 +60,38 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
+    options = options or ReplayOptions()
+    if device is not None:
+        options = replace(options, device=_device(device))
+    return whole(recover_by(load_and_replay, run, step, staging, options, progress))
+
+
+def recover_by(
+    act: Act,
+    run: str | Path,
+    step: int | None,
+    staging: str | Path | None,
+    options: ReplayOptions,
+    progress: Progress | None,
+) -> RecoveredState:
+    """Have the way to a step of a run carried out, around whatever turns out to be damaged.
+
+    Args:
+        act: Carries a plan out; called again where another plan takes its place.
+        run: See `recover`.
+        step: See `recover`.
+        staging: See `recover`.
+        options: How to replay.
+        progress: Told about each window of steps.
+    """
     root = staging_to_read(staging)
     step = None if step is None else whole_number("step", step)
-    if device is not None:
-        options = replace(options or ReplayOptions(), device=_device(device))
     if not is_url(run):
-        return _recover(RunFolder(user_path("run", run)), step, root, options, progress)
+        return _recover_by(act, RunFolder(user_path("run", run)), step, root, options, progress)
     with temporary_folder() as folder:
         snapshots = fetch_history(ObjectStore(str(run)), folder, step)
         try:
-            return _recover(folder, step, root, options, progress)
+            return _recover_by(act, folder, step, root, options, progress)
         except StepNotFound as error:
             # What was fetched is not all there is, and the rest is not worth fetching for this.
             others = {(found, found) for found in snapshots}
@@ -86,23 +108,24 @@ def _device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"device={device!r} is no device of torch: {error}") from error
 
 
-def _recover(
+def _recover_by(
+    act: Act,
     folder: RunFolder,
     step: int | None,
     root: Path,
-    options: ReplayOptions | None,
+    options: ReplayOptions,
     progress: Progress | None,
 ) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
         Code.RUN_DAMAGED.warn(finding.message)
-    search = Search(catalog, step, goes_back=step is None)
+    search = Search(catalog, step, goes_back=step is None, act=act)
 
-    def act(seen: Catalog) -> RecoveredState:
+    def look(seen: Catalog) -> RecoveredState:
         search.catalog = seen
-        return whole(search.run(options or ReplayOptions(), progress=progress))
+        return search.run(options, progress=progress)
 
-    return look_again(folder, root, catalog, act)
+    return look_again(folder, root, catalog, look)
 
 
 def look_again(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import IO, Any
@@ -12,7 +12,6 @@ from crc32c import crc32c
 
 from lowdiff.core.layout import byte_view, dtype_name, shaped
 from lowdiff.persistence.format.image import (
-    METADATA,
     OPTIMIZER,
     PARAMETER,
     SCALARS,
@@ -129,26 +128,21 @@ def shard_images(state: RecoveredState) -> list[ImageTensor]:
 
 
 def write_image(
-    file: IO[bytes],
-    tensors: Mapping[str, Callable[[], torch.Tensor]],
-    metadata: Mapping[str, str] = METADATA,
+    file: IO[bytes], tensors: Mapping[str, Callable[[], torch.Tensor]]
 ) -> tuple[int, int, tuple[int, ...]]:
     """Write an image, and hold no more of it than a tensor that is made and a piece of its bytes.
 
     Args:
         file: Open for writing, and empty.
         tensors: By name, what makes each of them; called twice.
-        metadata: What the file says of itself.
 
     Returns:
         Length in bytes and CRC-32C, and the CRC-32C of each part as a manifest has them.
     """
-    entries = [_entry(name, make()) for name, make in tensors.items()]
-    # Widest items first keeps every tensor aligned to its own size.
-    entries.sort(key=lambda entry: (-entry.item_bytes, entry.name))
-    header, size, checksum = memoryview(image_header(entries, metadata)), 0, 0
+    entries = in_file_order(image_entry(name, make()) for name, make in tensors.items())
+    header, size, checksum = memoryview(image_header(entries)), 0, 0
     sums = PartSums(len(header), entries)
-    pieces = chain.from_iterable(_pieces(tensors[entry.name]()) for entry in entries)
+    pieces = chain.from_iterable(pieces_of(tensors[entry.name]()) for entry in entries)
     for piece in chain([header], pieces):
         checksum = crc32c(piece, checksum)
         sums.add(piece)
@@ -156,11 +150,18 @@ def write_image(
     return size, checksum, tuple(sums.found)
 
 
-def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:
+def in_file_order(entries: Iterable[ImageEntry]) -> list[ImageEntry]:
+    """Return the entries of an image's header in their order in the file."""
+    # Widest items first keeps every tensor aligned to its own size.
+    return sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
+
+
+def image_entry(name: str, tensor: torch.Tensor) -> ImageEntry:
+    """Return what an image's header says of a tensor, whose values need not be there."""
     return ImageEntry(name, _CODES[dtype_name(tensor.dtype)], tuple(tensor.shape))
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A tensor's bytes in logical order: in parts, each a copy, where they lie in another."""
     if not tensor.numel():
         return
@@ -169,7 +170,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield byte_view(tensor)
     elif row_bytes > _PIECE_BYTES:
         for row in tensor:
-            yield from _pieces(row)
+            yield from pieces_of(row)
     else:
         for part in tensor.split(_PIECE_BYTES // row_bytes):
             yield byte_view(part.contiguous())

@@ -60,15 +60,59 @@ class Share:
         items: The rank, of those that took the snapshot, whose item tensors it goes on with.
         residual: The one whose residual it goes on with; None if it takes part in the mean of all: then it
             reads what they owe of its parameters.
+        frozen: Rank and name of the frozen parameters' shards that it reads beside these items.
     """
 
     parameters: frozenset[str]
     items: int
     residual: int | None
+    frozen: frozenset[tuple[int, str]] = frozenset()
+
+    def has(self, name: str, rank: int, parameters: Container[str]) -> bool:
+        """Whether a tensor of a rank's image belongs to it."""
+        if _is_item(name):
+            return rank == self.items or (rank, name) in self.frozen
+        if name.startswith(RESIDUAL):
+            owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
+            is_mine = owner is None or owner in self.parameters
+            return self.residual == rank or (self.residual is None and is_mine)
+        return parameter_in(name, parameters) in self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsShare:
+    """Part of a snapshot that some of the model's weights are made from.
+
+    Attributes:
+        parameters: Names of those that are read.
+        items: Rank and name of the frozen parameters that are read.
+        has_others: Whether the other items of rank 0 are read: buffers, and tensors of stateful objects.
+        has_optimizers: Whether what optimizers and averages keep of the parameters is read: to replay steps.
+        bytes: Memory that the share takes, about.
+    """
+
+    parameters: frozenset[str]
+    items: frozenset[tuple[int, str]]
+    has_others: bool
+    has_optimizers: bool
+    bytes: int
+
+    def has(self, name: str, rank: int, parameters: Container[str]) -> bool:
+        """Whether a tensor of a rank's image belongs to it."""
+        if name.startswith(FROZEN_ITEM):
+            return (rank, name) in self.items
+        if _is_item(name):
+            return self.has_others and rank == 0
+        is_read = name.startswith(PARAMETER) or self.has_optimizers
+        is_mine = not name.startswith(RESIDUAL) and is_read
+        return is_mine and parameter_in(name, parameters) in self.parameters
 
 
 def load_snapshot(
-    snapshot: SnapshotSet, fence: Fence, num_threads: int, share: Share | None = None
+    snapshot: SnapshotSet,
+    fence: Fence,
+    num_threads: int,
+    share: Share | WeightsShare | None = None,
 ) -> RecoveredState:
     """Read and check a snapshot.
 
@@ -76,13 +120,15 @@ def load_snapshot(
         snapshot: Which one.
         fence: Fence of the incarnation that took it.
         num_threads: That read at once.
-        share: What of it is wanted; None for all. Items that are no tensors always are.
+        share: What of it is wanted; None for all. Items that are no tensors always are. Frozen parameters
+            that snapshots share are left out of weights.
 
     Raises:
         DamagedFile: If a shard is not what was written.
     """
     state = empty_state(snapshot.step, fence)
-    constants = load_constants(RunFolder(snapshot.run), fence)
+    is_all = not isinstance(share, WeightsShare)
+    constants = load_constants(RunFolder(snapshot.run), fence) if is_all else {}
     for manifest in snapshot.manifests:
         merge(state, _checked(snapshot.folder, manifest, fence, num_threads, share))
     state.items = [{**constants, **items} for items in state.items]
@@ -123,7 +169,11 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
 
 
 def _checked(
-    folder: Path, manifest: Manifest, fence: Fence, num_threads: int, share: Share | None
+    folder: Path,
+    manifest: Manifest,
+    fence: Fence,
+    num_threads: int,
+    share: Share | WeightsShare | None,
 ) -> RecoveredState:
     """A shard, or what is wanted of it, as it was written."""
     path = shard_file(folder, manifest.rank)
@@ -170,7 +220,7 @@ def _read(
     fence: Fence,
     manifest: Manifest | None = None,
     num_threads: int = 1,
-    share: Share | None = None,
+    share: Share | WeightsShare | None = None,
 ) -> RecoveredState:
     """Read what one rank's image holds.
 
@@ -197,7 +247,7 @@ def _read(
                 share is None
                 or manifest is None
                 or name == SCALARS
-                or _is_in(name, share, manifest.rank, specs)
+                or share.has(name, manifest.rank, specs)
             )
 
         # Encoding takes copies: items while nothing else is there.
@@ -344,17 +394,6 @@ def place_of(
         average, _, parameter = name.partition("/")
         return state.averages[average], parameter, parameter
     raise KeyError(full_name)
-
-
-def _is_in(name: str, share: Share, rank: int, parameters: Container[str]) -> bool:
-    """Whether a tensor of a rank's image belongs to a share."""
-    if _is_item(name):
-        return rank == share.items
-    if name.startswith(RESIDUAL):
-        owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
-        is_mine = owner is None or owner in share.parameters
-        return share.residual == rank or (share.residual is None and is_mine)
-    return parameter_in(name, parameters) in share.parameters
 
 
 def parameter_in(name: str, parameters: Container[str]) -> str:

@@ -5,7 +5,7 @@ Elements are only moved: every value keeps its bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +28,16 @@ def whole(state: RecoveredState) -> RecoveredState:
 
     Memory: the state, and one tensor more. The given state must not be used any more.
     """
-    layout = state.fence.layout
     _put_frozen_together(state)
+    return whole_trained(state)
+
+
+def whole_trained(state: RecoveredState) -> RecoveredState:
+    """Put the shards of every trained tensor together; see `whole`."""
+    layout = state.fence.layout
     if not any(spec.is_shard or spec.ranks for spec in layout.parameters):
         return state
-    wholes = in_a_row(_whole_spec(parts[0]) for parts in by_tensor(layout).values())
+    wholes = in_a_row(whole_spec(parts[0]) for parts in by_tensor(layout).values())
     optimizers = [replace(o, groups=tensor_groups(o, layout)) for o in state.fence.optimizers]
     return resharded(state, wholes, optimizers)
 
@@ -40,19 +45,91 @@ def whole(state: RecoveredState) -> RecoveredState:
 def _put_frozen_together(state: RecoveredState) -> None:
     """Give every rank's items the whole of each frozen parameter that was sharded, in place."""
     for tensor, parts in by_tensor(state.fence.frozen_shards).items():
-        name = FROZEN_ITEM + tensor
-        values = {}
-        for part in parts:
-            held = decode_item(name, state.items[part.ranks[0] if part.ranks else 0][name])
-            values[part.name] = flat_like(held, part)
-        spec = _whole_spec(parts[0])
-        data = encode(shaped(_cut(spec, parts, values), spec))
+        data = encode(whole_tensor(parts, frozen_values(state, parts)))
         for items in state.items:
-            items[name] = data
+            items[FROZEN_ITEM + tensor] = data
     state.fence = replace(state.fence, frozen_shards=Layout(()))
 
 
-def _whole_spec(part: ParameterSpec) -> ParameterSpec:
+def frozen_as(
+    state: RecoveredState, layout: Layout, rank: int, items: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Divide frozen parameters as another layout does; what a rank holds of them then, as items.
+
+    Args:
+        state: With the shards that `frozen_needed` lists.
+        layout: Of all ranks, of those that are to be sharded.
+        rank: Whose part.
+        items: Those that the rank goes on with; frozen parameters that were not sharded are among them.
+    """
+    found = {}
+    for target, sources in _frozen_targets(state.fence.frozen_shards, layout, rank):
+        name = FROZEN_ITEM + target.tensor
+        if sources:
+            values = frozen_values(state, sources)
+        elif name in items:
+            sources = [whole_spec(target)]
+            values = {sources[0].name: flat_like(decode_item(name, items[name]), sources[0])}
+        else:  # the model that takes them says what it misses
+            continue
+        found[name] = encode(shaped(_cut(target, sources, values), target))
+    return found
+
+
+def frozen_needed(old: Layout, new: Layout | None, rank: int) -> frozenset[tuple[int, str]]:
+    """Return rank and item of the old shards that a rank's new ones are cut from; None for no change."""
+    targets = _frozen_targets(old, new, rank) if new not in (None, old) else ()
+    return frozenset(
+        (first_holder(part), FROZEN_ITEM + part.tensor) for _, parts in targets for part in parts
+    )
+
+
+def _frozen_targets(
+    old: Layout, new: Layout, rank: int
+) -> Iterator[tuple[ParameterSpec, list[ParameterSpec]]]:
+    """Yield what a rank is to hold, and the old shards that overlap it; none where it was not sharded."""
+    before, after = by_tensor(old), by_tensor(new)
+    for tensor in dict.fromkeys([*before, *after]):
+        parts = before.get(tensor, [])
+        for target in after.get(tensor) or [whole_spec(parts[0])]:
+            is_other = (
+                parts and parts[0].whole_shape != target.whole_shape
+            )  # whoever takes it says so
+            if not is_other and (not target.ranks or rank in target.ranks):
+                # One at least, which tells the dtype of a shard without elements.
+                near = [part for part in parts if _overlap(target, part)[0] is not None]
+                yield target, near or parts[:1]
+
+
+def frozen_values(state: RecoveredState, parts: Sequence[ParameterSpec]) -> dict[str, torch.Tensor]:
+    """Return the shards of a frozen parameter, flat, from the items of the ranks that hold them."""
+    name = FROZEN_ITEM + parts[0].tensor
+    values = {}
+    for part in parts:
+        held = decode_item(name, state.items[first_holder(part)][name])
+        values[part.name] = flat_like(held, part)
+    return values
+
+
+def first_holder(part: ParameterSpec) -> int:
+    """Return the first of the ranks that hold a part of a tensor."""
+    return part.ranks[0] if part.ranks else 0
+
+
+def whole_tensor(
+    parts: Sequence[ParameterSpec], values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a tensor of its logical shape; one that is not divided shares its memory.
+
+    Args:
+        parts: All of the tensor's.
+        values: Flat, by name.
+    """
+    spec = whole_spec(parts[0])
+    return shaped(_cut(spec, parts, values), spec)
+
+
+def whole_spec(part: ParameterSpec) -> ParameterSpec:
     """Describe the tensor that an entry is a part of; it lies at offset 0."""
     if not part.is_shard:
         return replace(part, offset=0, ranks=())

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -21,18 +21,23 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog
-from lowdiff.recovery.load import Share, load_snapshot
+from lowdiff.recovery.load import Share, WeightsShare, load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
+from lowdiff.recovery.reshard import frozen_needed
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-from lowdiff.types import Fence
+from lowdiff.types import Fence, Layout
 
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
+#: Carries a plan out: of the whole state or of a share.
+Act: TypeAlias = (
+    "Callable[[Catalog, MemoryPlan | RecoveryPlan, ReplayOptions, Share | None], RecoveredState]"
+)
 
 
 class Company(Protocol):
@@ -104,15 +109,27 @@ class Setback:
 class Search:
     """The way to a step, around whatever turns out to be damaged."""
 
-    def __init__(self, catalog: Catalog, step: int | None, *, goes_back: bool) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        step: int | None,
+        *,
+        goes_back: bool,
+        act: Act | None = None,
+        frozen: Layout | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             catalog: What there is.
             step: Which step; None for the newest that can be had.
             goes_back: Whether an earlier step serves where the newest does not replay.
+            act: Carries a plan out, perhaps again after damage; None for `load_and_replay`.
+            frozen: How frozen parameters are sharded over the ranks that recover; None as they were.
         """
         self.catalog = catalog
+        self._act = act or load_and_replay
+        self._frozen = frozen
         #: The step of the first plan stays the goal: a live run's newest moves on, perhaps faster than
         #: a replay follows, but by the next look that step is in a segment.
         self.goal = step
@@ -229,10 +246,10 @@ class Search:
         """
         try:
             if isinstance(plan, MemoryPlan):
-                return carry_out(self.catalog, plan, options)
+                return carry_out(self.catalog, plan, options, None, self._act)
             fences = self.catalog.incarnations
-            share = share_of(company.rank, company.world_size, plan, fences)
-            state = carry_out(self.catalog, plan, options, share)
+            share = share_of(company.rank, company.world_size, plan, fences, self._frozen)
+            state = carry_out(self.catalog, plan, options, share, self._act)
             lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
             refuse_lost_objects(state, [fences[number] for number in lives])
             return state
@@ -292,6 +309,7 @@ def carry_out(
     plan: MemoryPlan | RecoveryPlan,
     options: ReplayOptions,
     share: Share | None = None,
+    act: Act | None = None,
 ) -> RecoveredState:
     """Load what a plan begins with and replay its differentials, checked by the recorded digests.
 
@@ -305,13 +323,14 @@ def carry_out(
         options: How to replay.
         share: What of a snapshot is loaded and replayed; None for all of it. What is in memory is
             always taken whole.
+        act: What is done; None for `load_and_replay`.
 
     Raises:
         ReplayMismatch: If whole parameters do not reproduce the digests, either.
         DamagedFile: Also instead of what the optimizer says of values that do not fit.
     """
     try:
-        return _carry_out(catalog, plan, options, share)
+        return (act or load_and_replay)(catalog, plan, options, share)
     except ReplayMismatch as error:
         if options.whole:
             raise
@@ -327,27 +346,29 @@ def carry_out(
     Code.REPLAYED_WHOLE.warn(f"{why}; replaying whole tensors instead of blocks")
     if options.movements is not None:
         options.movements.clear()
-    return carry_out(catalog, plan, replace(options, whole=True), share)
+    return carry_out(catalog, plan, replace(options, whole=True), share, act)
 
 
-def _carry_out(
+def load_and_replay(
     catalog: Catalog,
     plan: MemoryPlan | RecoveryPlan,
     options: ReplayOptions,
-    share: Share | None,
+    share: Share | WeightsShare | None,
 ) -> RecoveredState:
+    """Load what a plan begins with and replay its differentials, once; see `carry_out`."""
     fences = catalog.incarnations
     if isinstance(plan, MemoryPlan):
         state, is_whole = shares_joined(catalog, plan, options)
         options = replace(options, whole=is_whole)
     else:
-        base = fences[plan.base.incarnation]
-        if base.layout != fences[plan.incarnation].layout:
+        base, last = fences[plan.base.incarnation], fences[plan.incarnation]
+        if (base.layout, base.frozen_shards) != (last.layout, last.frozen_shards):
             raise RunMismatch(
                 f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
                 "recover a step before the change"
             )
-        check_memory(plan.base.bytes, options.here)
+        needed = share.bytes if isinstance(share, WeightsShare) else plan.base.bytes
+        check_memory(needed, options.here)
         state = load_snapshot(plan.base, base, options.readers, share)
     state.move(options.device)
     state = replay(state, plan.steps, fences.__getitem__, options)
@@ -356,7 +377,11 @@ def _carry_out(
 
 
 def share_of(
-    rank: int, world_size: int, plan: RecoveryPlan, fences: Mapping[int, Fence]
+    rank: int,
+    world_size: int,
+    plan: RecoveryPlan,
+    fences: Mapping[int, Fence],
+    frozen: Layout | None = None,
 ) -> Share | None:
     """One rank's share of a recovery; None if it has to do all of it.
 
@@ -368,6 +393,7 @@ def share_of(
         world_size: How many recover together.
         plan: The way to the step.
         fences: Incarnation number -> its fence.
+        frozen: How frozen parameters are sharded over these ranks; None as they were.
     """
     if world_size == 1:
         return None
@@ -385,6 +411,7 @@ def share_of(
         parameters=frozenset(names),
         items=_source(rank, sizes),
         residual=rank if {sizes[0], sizes[-1]} == {world_size} else None,
+        frozen=frozen_needed(fence.frozen_shards, frozen, rank),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -158,8 +158,28 @@ class RecoveredState:
         Under keys that end in ``_extra_state`` is what a module gave as ``get_extra_state()``, with its
         tensors on the CPU; all else is tensors.
         """
-        parameters, extra = self.tensors(), self._extra_states(rank)
-        result = {}
+        parameters = self.tensors()
+
+        def tensor_of(source: str) -> torch.Tensor:
+            if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+                tensor: torch.Tensor = self.item(source, rank)
+                return tensor
+            return parameters[source]
+
+        return self.named_as_model(tensor_of, rank)
+
+    def named_as_model(
+        self, tensor_of: Callable[[str], torch.Tensor], rank: int = 0
+    ) -> dict[str, Any]:
+        """Return what ``model.state_dict()`` held, under its keys.
+
+        Args:
+            tensor_of: Gives the tensor of a parameter, or of a buffer's or frozen parameter's item, by name;
+                a ``KeyError`` says that there is none.
+            rank: Whose buffers and extra states.
+        """
+        extra = self._extra_states(rank)
+        result: dict[str, Any] = {}
         for key, source in self.fence.names.items():
             if source.startswith(EXTRA_ITEM + "/"):
                 own_key = source.removeprefix(EXTRA_ITEM + "/")
@@ -168,12 +188,10 @@ class RecoveredState:
                 continue
             if source.startswith(BUFFER_ITEM) and source not in self.items[rank]:
                 continue  # it was None
-            if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
-                result[key] = self.item(source, rank)
-            elif source in parameters:
-                result[key] = parameters[source]
-            else:
-                raise DamagedFile(key, f"it refers to {source}, which is not there")
+            try:
+                result[key] = tensor_of(source)
+            except KeyError as error:
+                raise DamagedFile(key, f"it refers to {source}, which is not there") from error
         return result
 
     def _extra_states(self, rank: int) -> dict[str, Any]:

@@ -685,10 +685,14 @@ def _residual(
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:
-    """The gradient scaler whose scale the gradients in DDP's or FSDP's hook carry, if there is one."""
+    """The gradient scaler whose scale the gradients in DDP's or FSDP's hook carry, if there is one.
+
+    One made with ``enabled=False`` has no scale.
+    """
     if attached.ddp is None and attached.replicas is None:
         return None
-    scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
+    attached_scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
+    scalers = [scaler for scaler in attached_scalers if scaler.is_enabled()]
     if len(scalers) > 1:
         Code.SEVERAL_SCALERS.warn(
             f"{len(scalers)} gradient scalers are attached, and the gradients' hook cannot tell whose "

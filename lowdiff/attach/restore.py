@@ -45,8 +45,6 @@ def check_match(attached: Attached, fence: Fence) -> None:
     difference = _layout_difference(fence.layout, attached.layout) or _optimizer_difference(
         attached, fence
     )
-    if not difference and fence.frozen_shards != attached.frozen_shards.layout:
-        difference = "division of its frozen parameters over ranks, which only trained ones change"
     if difference:
         raise RunMismatch(f"the run was trained with another {difference}; {_NEW_RUN}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from lowdiff.model.averages import followed_names
 from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
-from lowdiff.recovery.reshard import resharded, whole
+from lowdiff.recovery.reshard import frozen_as, resharded, whole_trained
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -63,10 +63,14 @@ def load_start(
     if state is None:
         return Start(0, False, True, [], tracker.read())
     moved = []
+    items, frozen = inherit(state.items, ranks.world_size)[ranks.rank], attached.frozen_shards
+    if state.fence.frozen_shards != frozen.layout:
+        items |= frozen_as(state, frozen.layout, ranks.rank, items)
+        state.fence = replace(state.fence, frozen_shards=frozen.layout)
+        moved = ["its frozen parameters are divided over the ranks in another way"]
     if state.fence.layout != attached.layout:
         state = _divided_as(attached, state, restore)
         moved = ["its parameters are divided over the ranks in another way"]
-    items = inherit(state.items, ranks.world_size)[ranks.rank]
     # The generators of a rank that joins now start as its script seeded them.
     own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
     items = own | items
@@ -115,7 +119,7 @@ def _divided_as(attached: Attached, state: RecoveredState, restore: str) -> Reco
     """
     if restore == "all":
         return resharded(state, attached.layout, attached.specs)
-    state = whole(state)
+    state = whole_trained(state)
     shapes = {spec.tensor: spec.whole_shape for spec in attached.layout.parameters}
     old = by_tensor(state.fence.layout)
     kept = [

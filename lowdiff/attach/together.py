@@ -67,7 +67,8 @@ def recover_together(
         device=attached.device,
         here=here,
     )
-    search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
+    goes_back = step is None and settings.on_error == "warn"
+    search = Search(catalog, step, goes_back=goes_back, frozen=attached.frozen_shards.layout)
     state = search.run(options, ranks)
     # Of a model that is sharded as it was, a rank takes no more than it trains.
     own = [attached.layout.parameters[i].name for i in attached.parameters]

@@ -79,6 +79,7 @@ def recover(
     from lowdiff.recovery import recover as rebuild
     from lowdiff.recovery.inspect.branch import start_run
     from lowdiff.recovery.inspect.export import check_output, export
+    from lowdiff.recovery.inspect.weights import recover_weights
     from lowdiff.recovery.replay.replayer import ReplayOptions
 
     options = ReplayOptions(num_workers=workers, device=device_named(device))
@@ -89,8 +90,14 @@ def recover(
     started = time.perf_counter()
     with progress("Replaying") as told:
         check_writable(out or as_run or Path())
-        state = rebuild(run, step, staging=staging, options=options, progress=told)
-    target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
+        if out is not None and out.suffix == ".safetensors":
+            target = out
+            state = recover_weights(run, out, step, staging=staging, options=options, progress=told)
+        else:
+            state = rebuild(run, step, staging=staging, options=options, progress=told)
+            target = (
+                start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
+            )
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
     say(
         f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from step "

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.durable import make_directory, replaced
-from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import ImageTensor, image_header
+
+_PIECE_BYTES = 4 << 20
 
 
 def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
@@ -53,10 +54,15 @@ def check_constants(folder: RunFolder, content_hash: str) -> Path:
         DamagedFile: If the file is missing or has another content.
     """
     path = folder.constants(content_hash)
+    digest = hashlib.sha256()
     try:
-        view = read_view(path)
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
     except FileNotFoundError as error:
         raise DamagedFile(path, "the file is missing although a fence names it") from error
-    if hashlib.sha256(view).hexdigest() != content_hash:
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    if digest.hexdigest() != content_hash:
         raise DamagedFile(path, "its content does not have the hash that is its name")
     return path

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
-from lowdiff.recovery.images import holds, write_image
+from lowdiff.persistence.files.durable import unwritable
 from lowdiff.recovery.inspect.branch import new_directory
+from lowdiff.recovery.inspect.weights import WeightsFile, opened
 from lowdiff.recovery.state import RecoveredState
 
 #: What ``torch.load(weights_only=True)`` takes as it is.
@@ -55,13 +52,15 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
     if not target.suffix:
         _write_distributed(_document(state), target)
         return target
-    is_all = target.suffix == ".pt"
-    write = partial(torch.save, _document(state)) if is_all else _write_weights(state)
+    if target.suffix == ".safetensors":
+        with opened(target) as file:
+            WeightsFile(file, state.model_state_dict(), state.step)
+        return target
+    document = _document(state)
     try:
-        make_directory(target.parent)
-        with replaced(target) as file:
-            write(file)
-    except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
+        with opened(target) as file:
+            torch.save(document, file)
+    except RuntimeError as error:  # as torch may report a full disk
         raise unwritable(target, error) from error
     return target
 
@@ -112,26 +111,6 @@ def _document(state: RecoveredState) -> dict[str, Any]:
         "stateful": {name: _plain(value, name) for name, value in state.stateful.items()},
         "step": state.step,
     }
-
-
-def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
-    named = state.model_state_dict()
-    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-    left_out = [name for name in named if name not in tensors]
-    other = next((t.dtype for t in tensors.values() if not holds(t.dtype)), None)
-    if other is not None:
-        raise ConfigError(
-            f"the model has no safetensors form, for it has {other}; give a name ending in .pt"
-        )
-    if left_out:
-        Code.EXTRA_STATES_LEFT_OUT.warn(
-            "a .safetensors file holds nothing but tensors, and lacks these extra states: "
-            f"{', '.join(left_out)}; give a name ending in .pt to have them",
-        )
-    # Not by safetensors itself, which puts the whole file together in memory.
-    made = {name: partial(torch.Tensor.contiguous, tensor) for name, tensor in tensors.items()}
-    metadata = {"format": "pt", "lowdiff_step": str(state.step)}
-    return lambda file: write_image(file, made, metadata)
 
 
 def _plain(value: Any, where: str) -> Any:

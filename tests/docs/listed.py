@@ -37,10 +37,11 @@ NOT_RUN = {
         "docs/sharded.md",
         "for block in model.blocks:",
     ): "examples/fsdp2_gpt.py, which a test runs, in short",
+    ("docs/sharded.md", "state = {"): "tests/crash/sharded/loading.py does this",
     (
         "docs/sharded.md",
-        'state = {"model": model.state_dict()}',
-    ): "tests/crash/sharded/test_sharded.py loads such a folder",
+        "model_state, optimizer_state",
+    ): "tests/crash/sharded/beginning.py does this",
     ("docs/survivors.md", "pip install '.[in-process]'"): "it would change this environment",
     (
         "docs/survivors.md",

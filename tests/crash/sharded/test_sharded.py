@@ -11,8 +11,10 @@ import torch
 
 import lowdiff
 from lowdiff.recovery.compare import has_same_bits
+from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
-from tests.crash.sharded import loading, training
+from lowdiff.recovery.inspect.weights import recover_weights
+from tests.crash.sharded import beginning, loading, training
 from tests.processes import Script
 from tests.unit.cli.commands import Command, command
 
@@ -132,6 +134,18 @@ def recovered(folder: Path) -> dict[str, Any]:
     return {"model": state.model_state_dict(), "state": [kept[i] for i in sorted(kept)]}
 
 
+def assert_weights_come_alone(folder: Path, step: int | None = None) -> None:
+    """Compare what is put together tensor by tensor with an export of the whole state."""
+    run, staging = folder / "run", folder / "staging"
+    whole = export(lowdiff.recover(run, step, staging=staging), folder / "whole.safetensors")
+    alone = folder / "alone.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_GROUP_BYTES", 1)
+        recover_weights(run, alone, step, staging=staging)
+    assert alone.read_bytes() == whole.read_bytes()
+    whole.unlink()
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["model"].keys() == expected["model"].keys()
     for name, tensor in expected["model"].items():
@@ -143,24 +157,28 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.launch
-def test_a_run_goes_on_on_any_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["", "frozen"])
+def test_a_run_goes_on_on_any_mesh(tmp_path: Path, features: str) -> None:
     until = 0
     for number, (kind, size) in enumerate(
         [("uneven", 2), ("uneven", 4), ("uneven", 1), ("uneven", 3)]
     ):
         until += 2
-        ended(life(tmp_path, number, kind, "fused", until, world_size=size))
+        words = kind, "fused", until, "--features", features
+        ended(life(tmp_path, number, *words, world_size=size))
         assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
         assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["", "frozen"])
+def test_shards_copies_and_whole_models_change_places(tmp_path: Path, features: str) -> None:
     lives = [("even", 2), ("hsdp", 4), ("ddp", 2), ("fsdp+tp", 4), ("single", 1), ("tp", 2)]
     for number, (kind, size) in enumerate(lives):
         until = 2 * (number + 1)
-        ended(life(tmp_path, number, kind, "loop", until, world_size=size))
+        words = kind, "loop", until, "--features", features
+        ended(life(tmp_path, number, *words, world_size=size))
         assert lines(tmp_path, 0)[-3] == ["resumed", until - 2]
         assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
 
@@ -169,6 +187,18 @@ def test_shards_copies_and_whole_models_change_places(tmp_path: Path) -> None:
 def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
     assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
+    assert_weights_come_alone(tmp_path)
+
+
+@pytest.mark.launch
+def test_weights_alone_come_back_on_another_mesh(tmp_path: Path) -> None:
+    ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
+    weights = torch.load(tmp_path / "whole.pt")["model"]
+    words = "uneven", "sgd", 0, "--features", "frozen", "--restore", "model"
+    ended(life(tmp_path, 1, *words, world_size=3))
+    found = torch.load(tmp_path / "whole.pt")["model"]
+    assert found.keys() == weights.keys()
+    assert all(has_same_bits(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.slow
@@ -183,6 +213,40 @@ def test_an_export_loads_into_a_sharded_model(tmp_path: Path) -> None:
     ]
     ended(ranks)
     assert [rank.printed().splitlines()[-1] for rank in ranks] == ["same: True"] * 3
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kind", ["uneven", pytest.param("ddp", marks=_SLOW)])
+def test_a_run_begins_with_a_dcp_folder(tmp_path: Path, kind: str) -> None:
+    def trained(life: str, dies_at: int) -> list[Script]:
+        ranks = range(2)
+        started = [
+            Script(
+                beginning.main,
+                rank,
+                2,
+                life,
+                tmp_path,
+                kind,
+                dies_at,
+                output=tmp_path / f"{life}.out",
+            )
+            for rank in ranks
+        ]
+        for script in started:
+            script.wait()
+        return started
+
+    def told(life: str, rank: int) -> list[list[Any]]:
+        return [json.loads(line) for line in (tmp_path / f"{life}.{rank}").read_text().splitlines()]
+
+    ended(trained("plain", -1))
+    trained("first", 7)
+    ended(trained("second", -1))
+    for rank in range(2):
+        expected = told("plain", rank)
+        assert told("first", rank)[:5] == [["resumed", 0], *expected[3:7]]
+        assert told("second", rank) == [["resumed", 4], *expected[7:]]
 
 
 @pytest.mark.slow

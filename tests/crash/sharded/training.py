@@ -199,6 +199,7 @@ def main(*words: str) -> None:
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--snapshot-every", type=int, default=4)
     parser.add_argument("--nodes", default="", help="of each rank, if it has copies on two")
+    parser.add_argument("--restore", default="all")
     args = parser.parse_args(words)
     features = frozenset(filter(None, args.features.split(",")))
     torch.set_num_threads(1)
@@ -222,7 +223,8 @@ def main(*words: str) -> None:
         copies=2 if args.nodes else 1,
     )
     report = (args.folder / f"report.{args.rank}").open("a", buffering=1)
-    report.write(json.dumps(["resumed", checkpointer.attach(model, optimizer, **objects)]) + "\n")
+    resumed = checkpointer.attach(model, optimizer, restore=args.restore, **objects)
+    report.write(json.dumps(["resumed", resumed]) + "\n")
     for step in checkpointer.steps(args.until):
         optimizer.zero_grad()
         loss = backward(model, scaler, args.kind, step, args.rank, features)

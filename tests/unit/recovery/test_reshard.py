@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowdiff.core.layout import flat, shaped
+from lowdiff.persistence.format.values import decode, encode
 from lowdiff.recovery.compare import has_same_bits
-from lowdiff.recovery.reshard import resharded, whole
+from lowdiff.recovery.reshard import first_holder, frozen_as, frozen_needed, resharded, whole
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
@@ -131,3 +132,35 @@ def test_what_is_whole_already_stays_as_it_is() -> None:
     before = dict(state.parameters)
     assert whole(state) is state
     assert all(state.parameters[name] is values for name, values in before.items())
+
+
+@given(divisions())
+@settings(max_examples=100, deadline=None)
+def test_frozen_shards_are_cut_from_the_items_that_are_needed(
+    division: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
+) -> None:
+    shape, old_cuts, new_cuts = division
+    whole_value = torch.randn(shape)
+    state = state_of(entries("b", (5,), [[]], 0), {"b": torch.randn(5)})
+    old, new = (entries("w", shape, cuts, 0) for cuts in (old_cuts, new_cuts))
+
+    def part(spec: ParameterSpec) -> torch.Tensor:
+        ends = zip(spec.global_offset, spec.shape, strict=True)
+        return whole_value[tuple(slice(o, o + n) for o, n in ends)].contiguous()
+
+    def sharded(layout: Layout) -> Layout:
+        return layout if len(layout.parameters) > 1 else Layout(())
+
+    before, after = sharded(old), sharded(new)
+    if before == after:
+        return  # nothing is divided anew
+    state.fence = replace(state.fence, frozen_shards=before)
+    for rank, spec in enumerate(new.parameters):
+        needed = frozen_needed(before, after, rank)
+        held = {first_holder(spec): encode(part(spec)) for spec in old.parameters}
+        state.items = [
+            {"frozen/w": data} if (number, "frozen/w") in needed or not before.parameters else {}
+            for number, data in held.items()
+        ]
+        found = state.items[0] | frozen_as(state, after, rank, state.items[0])
+        assert has_same_bits(decode(found["frozen/w"]), part(spec))

@@ -184,3 +184,29 @@ def test_float16_parameters_keep_what_is_too_small_for_float16(
 ) -> None:
     (share,) = pool.run(train_half, 1, str(tmp_path), plain)
     assert share > 0.8
+
+
+def trained_unscaled(rank: int, _: int, folder: str, compressor: Compressor | None) -> int:
+    """A pool's job: train with a scaler that is attached and not enabled, as ``enabled=use_amp`` makes it."""
+    model = wrapped(nn.Linear(20, 9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=compressor, staging=f"{folder}/staging-{rank}"
+    )
+    first = checkpointer.attach(model, optimizer, scaler=scaler)
+    for step in checkpointer.steps(first + 2):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step, rank, 16, 20)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    checkpointer.close()
+    return first
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["log", "replica"])
+def test_a_scaler_that_is_not_enabled_has_no_scale(
+    pool: Pool, tmp_path: Path, compressor: Compressor | None
+) -> None:
+    for first in (0, 2):
+        assert pool.run(trained_unscaled, 2, str(tmp_path), compressor) == [first] * 2
