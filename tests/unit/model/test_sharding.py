@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -133,6 +133,54 @@ def test_strategies_for_whole_models_are_refused(
     checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st", **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_offloaded_parameters_are_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
+    model = nn.Linear(4, 3)
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
+    with pytest.raises(UnsupportedModel, match="leave offload_policy out of fully_shard"):
+        checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_torch_without_the_hooks_setter_is_named(
+    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
+    model = sharded(mesh)
+    checkpointer = lowdiff.Checkpointer(
+        tmp_path / "run", staging=tmp_path / "st", compressor=TopK(0.1)
+    )
+    with pytest.raises(ConfigError, match=r"set_all_reduce_hook, which PyTorch has from 2\.7"):
+        checkpointer.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), replicate=mesh["shard"]
+        )
+
+
+class Kept:
+    """A user's object with a sharded tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["tensor"]
+
+
+def test_a_sharded_tensor_in_an_object_is_refused_with_the_way_out(
+    tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    model = sharded(mesh)
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
+    with pytest.raises(ConfigError, match=r"keep this rank's part, tensor\.to_local\(\)"):
+        checkpointer.attach(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            kept=Kept(model.get_parameter("weight").detach()),
+        )
 
 
 def test_an_average_of_shards_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
