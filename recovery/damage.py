@@ -226,8 +226,13 @@ def _is_cut_short(rest: memoryview) -> bool:
 
 
 def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
-    """Staged records that fail their checksum and have good ones behind them."""
-    for stage in catalog.staging:
+    """Staged records that fail their checksum and have good ones behind them.
+
+    Of a copy only where the rank's own memory is gone: else nothing of it is needed.
+    """
+    there = {(stage.incarnation, stage.rank) for stage in catalog.staging}
+    copies = [c for c in catalog.copies if (c.incarnation, c.rank) not in there]
+    for stage in (*catalog.staging, *copies):
         if not (is_log(stage) or check_all):
             continue  # what of it is used is compared then
         for _, path in stage.chunks():
