@@ -13,6 +13,7 @@ import pytest
 from lowdiff.compressors import Cast
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.log import staged_records
+from lowdiff.persistence.staging.status import SavedStatus, read_status
 from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool
 from tests.unit.peers.test_copies import Said, Training
@@ -56,8 +57,9 @@ def record(copy: StagingFolder) -> None:
 
 def newest_image(copy: StagingFolder) -> None:
     """Change a bit of the image of step 4, behind which all steps are logged."""
-    pages = {page.image.step: slot for slot, page in copy.copied_pages() if page.image}
-    path = copy.copied(pages[max(pages)])
+    marks = {slot: read_status(page, SavedStatus).image for slot, page in copy.copied_pages()}
+    steps = {mark.step: slot for slot, mark in marks.items() if mark is not None}
+    path = copy.copied(steps[max(steps)])
     flip(path, path.stat().st_size - 8)
 
 
