@@ -19,17 +19,15 @@ Needs ``lowdiff[transformers]``.
 from __future__ import annotations
 
 import inspect
-import json
-import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
@@ -37,9 +35,16 @@ from lowdiff.errors import ConfigError, RunMismatch, UsageError
 
 try:
     import transformers
-    from accelerate.data_loader import DataLoaderDispatcher
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState
+
+    from lowdiff.integrations.batch_order import (
+        BatchOrder,
+        Generators,
+        WatchedBatches,
+        read_generators,
+        set_generators,
+    )
+    from lowdiff.integrations.trainer_state import LogHistory, TrainerProgress
 except ImportError as error:
     raise ConfigError(
         "LowDiffCallback needs transformers and accelerate: pip install 'lowdiff[transformers]' "
@@ -66,17 +71,8 @@ _PARTS = {
 }
 #: What the training loop sets before ``on_train_begin``, and sums up from there on.
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
-#: Fields of the TrainerState that training changes; the others come from the arguments, and the history is kept apart.
-_STATE = (
-    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
-    *("best_metric", "best_global_step", "best_model_checkpoint"),
-)
 #: Stands for a path in ``resume_from_checkpoint``, where the Trainer is to pass over batches.
 _MARK = "lowdiff"
-#: So many bytes of the log are kept as one tensor, which is logged once.
-_CHUNK_BYTES = 16384
-
-Generators = dict[str, Any]
 
 
 class LowDiffCallback(TrainerCallback):
@@ -309,8 +305,8 @@ class _Training:
         self._trainer, self._checkpointer = trainer, checkpointer
         self._checkpoint, self._run, self._is_new = given, run, not run.exists()
         self._loader: Any = None
-        self._progress = _Progress(trainer, self)
-        self._order = _Order(self)
+        self._progress = TrainerProgress(trainer, self)
+        self._order = BatchOrder(self)
         self._steps_in_epoch = 0
         self._is_epoch_over = False
         self._earlier_seconds = 0.0
@@ -340,7 +336,7 @@ class _Training:
         objects: dict[str, Any] = {"scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
-        history = _History(trainer)
+        history = LogHistory(trainer)
         step = checkpointer.attach(
             trainer.model_wrapped,
             trainer.optimizer,
@@ -365,7 +361,7 @@ class _Training:
                 f"step {step} of the run has no state of a Trainer: another loop made it. Name another folder"
             )
         self.is_resumed = True
-        self._at_attach = _read_generators()
+        self._at_attach = read_generators()
         self._is_restored = False
         self._progress.restore()
         history.restore()
@@ -409,7 +405,7 @@ class _Training:
         self._steps_in_epoch = steps_in_epoch
         assert epoch == self.epoch, "the Trainer begins with another epoch than the run"
         if self._is_restored:
-            self._order.begin_epoch(_read_generators())
+            self._order.begin_epoch(read_generators())
             if epoch:
                 self._order.begin_workers()
             return 0
@@ -437,7 +433,7 @@ class _Training:
         if not self._is_restored:
             self._is_restored = True
             # What the loader's iterator draws again is no reason for lowdiff's warning.
-            _set_generators(self._at_attach)
+            set_generators(self._at_attach)
             begin_body(self._checkpointer)
 
     def end(self) -> float:
@@ -511,320 +507,6 @@ class _FirstEpoch:
         return self._training.first_epoch
 
 
-class _Progress:
-    """The small part of a Trainer's state, which every step changes: a stateful object.
-
-    Attributes:
-        found: What the run knew; None if nothing.
-    """
-
-    def __init__(self, trainer: Any, training: _Training) -> None:
-        self.found: dict[str, Any] | None = None
-        self._trainer, self._training = trainer, training
-        #: Whether what was found is not restored, so that it is still the state.
-        self._is_waiting = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state, sums and place; the sums do not exist before the first ``train()``."""
-        if self._is_waiting and self.found is not None:
-            return self.found
-        trainer, training = self._trainer, self._training
-        loss = getattr(trainer, "_tr_loss", None)
-        return {
-            "state": {name: _plain(getattr(trainer.state, name)) for name in _STATE},
-            "callbacks": _states_of(self._callbacks()),
-            "loss": None if loss is None else loss.detach().cpu(),
-            "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
-            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
-            "first_step": int(getattr(trainer, "_initial_global_step", 0)),
-            "flos": float(trainer.current_flos),
-            "stopped_of": trainer.state.max_steps if training.is_stopped else None,
-            "seconds": training.seconds,
-            "epoch": training.epoch,
-            "consumed": training.consumed,
-            "layout": training.layout,
-            "evaluated": sorted(trainer._lowdiff.evaluated),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state until it can be restored."""
-        self.found = state_dict
-
-    def restore(self) -> None:
-        """Restore the TrainerState and callbacks.
-
-        Raises:
-            RunMismatch: If the run is within an epoch whose batches were others.
-        """
-        found, trainer = self.found, self._trainer
-        assert found is not None
-        now = self._training.layout
-        changed = [
-            f"{name} {now[name]} instead of {was}"
-            for name, was in found["layout"].items()
-            if now[name] != was
-        ]
-        if found["consumed"] and changed:
-            raise RunMismatch(
-                f"the run is within epoch {found['epoch']}, after {found['consumed']} batches, and has "
-                f"{', '.join(changed)} now, so what they were is unknown; keep the earlier arguments until that "
-                "epoch is over"
-            )
-        for name, value in found["state"].items():
-            setattr(trainer.state, name, value)
-        _restore_states(self._callbacks(), found["callbacks"])
-
-    def begin(self) -> None:
-        """Restore what the Trainer sets to zero when training begins, unless the run begins."""
-        found, trainer = self.found, self._trainer
-        self._is_waiting = False
-        if found is None or not self._training.is_resumed:
-            return
-        if found["loss"] is not None:
-            trainer._tr_loss = found["loss"].to(trainer._tr_loss)
-        trainer._total_loss_scalar = found["total_loss"]
-        trainer._globalstep_last_logged = found["last_logged"]
-        trainer._initial_global_step = found["first_step"]
-        trainer.current_flos = found["flos"]
-
-    def _callbacks(self) -> list[Any]:
-        return [
-            c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)
-        ]
-
-
-class _History:
-    """The log history, a line of JSON per entry: a stateful object.
-
-    It grows as long as training does, and a step must not log all of it: what is full is a tensor, which is logged
-    once.
-
-    Attributes:
-        found: What the run knew and is not restored yet; None if nothing.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.found: dict[str, Any] | None = None
-        self._trainer = trainer
-        self._clear()
-
-    def _clear(self) -> None:
-        self._full: list[torch.Tensor] = []
-        self._rest = b""
-        self._count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all entries."""
-        if self.found is not None:
-            return self.found
-        entries = self._trainer.state.log_history
-        if len(entries) < self._count:  # somebody began another list
-            self._clear()
-        for entry in entries[self._count :]:
-            self._rest += json.dumps(entry, default=_plain).encode() + b"\n"
-        self._count = len(entries)
-        while len(self._rest) >= _CHUNK_BYTES:
-            chunk, self._rest = self._rest[:_CHUNK_BYTES], self._rest[_CHUNK_BYTES:]
-            self._full.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
-        return {"full": list(self._full), "rest": self._rest}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state until it can be restored."""
-        self.found = state_dict
-
-    def restore(self) -> None:
-        """Restore the history."""
-        assert self.found is not None
-        text = (
-            b"".join(chunk.numpy().tobytes() for chunk in self.found["full"]) + self.found["rest"]
-        )
-        self._trainer.state.log_history = [json.loads(line) for line in text.splitlines()]
-        self.found = None
-        self._clear()
-
-
-class _Kept:
-    """A value that is a stateful object.
-
-    Attributes:
-        value: It.
-    """
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a value."""
-        self.value = state_dict["value"]
-
-
-class _Order:
-    """The order of an epoch, and the numbers that loading its batches draws.
-
-    The Trainer's loader fetches a batch while the one before is trained with, and without worker processes this draws
-    from the generators of the training: a collator that masks tokens, say. So the generators are kept as they were
-    when the epoch's order was drawn, and before the batch that is fetched but not consumed. Worker processes are given
-    a seed for each batch.
-
-    Attributes:
-        at_epoch: Generators of process and samplers when the epoch began; a stateful object.
-        ahead: Generators before the fetched batch, None where loading it drew nothing; a stateful object.
-    """
-
-    def __init__(self, training: _Training) -> None:
-        self.at_epoch, self.ahead = _Kept(), _Kept()
-        self._training = training
-        self._loader: Any = None
-        self._samplers: list[Any] = []
-        self._requested = 0
-        self._before: Generators | None = None
-        #: The loader's own generator while another takes its place.
-        self._hidden: list[torch.Generator | None] = []
-        #: Of the epoch that is resumed: how many batches to pass over, and the generators before the next.
-        self._passed, self._first, self._is_fetched = 0, None, False
-
-    def take(self, loader: Any) -> None:
-        """Watch a loader's order.
-
-        Raises:
-            ConfigError: If its place cannot be found again.
-        """
-        _refuse_loader(loader)
-        base = getattr(loader, "base_dataloader", loader)
-        # DataLoader sets a sampler but once; the watched one hands out the same batches.
-        name = "sampler" if isinstance(base.sampler, BatchSampler) else "batch_sampler"
-        watched = _WatchedBatches(getattr(base, name), self._seed, self)
-        object.__setattr__(base, name, watched)
-        self._loader, self._samplers = base, list(_chain(base))
-
-    def _seed(self, number: int) -> int | None:
-        training = self._training
-        return training.seed(training.epoch, number) if training.num_workers else None
-
-    def restore(self, consumed: int) -> None:
-        """Take what ``attach`` has restored; the seeds count from now on."""
-        if self.at_epoch.value is not None:
-            _set_samplers(self._samplers, self.at_epoch.value["samplers"])
-        kept = self.ahead.value
-        self._passed, self._is_fetched, self._first = (
-            consumed,
-            kept["is_fetched"],
-            kept["generators"],
-        )
-
-    def begin_epoch(self, generators: Generators | None) -> None:
-        """Note how an epoch begins."""
-        self.at_epoch.value = {"generators": generators, "samplers": _read_samplers(self._samplers)}
-        self.ahead.value = {"is_fetched": False, "generators": None}
-        self._requested = 0
-
-    def begin_workers(self) -> None:
-        """Start persistent workers in a later epoch than the first without drawing their seed.
-
-        They have lived since the first epoch in a run that nobody kills, which drew it there.
-        """
-        loader = self._loader
-        if loader.persistent_workers and loader._iterator is None:
-            self._hidden, loader.generator = [loader.generator], torch.Generator()
-
-    def repeat_epoch(self) -> None:
-        """Let the loader draw the order of the epoch that is resumed."""
-        kept = self.at_epoch.value
-        _set_samplers(self._samplers, kept["samplers"])
-        _set_generators(kept["generators"])
-        for sampler in self._samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._training.epoch)
-        self._requested = 0
-
-    def note_request(self, number: int) -> None:
-        """Prepare for the loading of a batch; called before each, in this process.
-
-        Args:
-            number: Of the batch in its epoch; the number of batches where there is no other.
-        """
-        training = self._training
-        self._requested = number + 1
-        if training.num_workers:
-            return
-        if not training.is_restored:
-            if number == self._passed and self._is_fetched:
-                if self._first is not None:
-                    _set_generators(self._first)
-            elif number >= self._passed:
-                training.restore_generators()
-        if number >= self._passed or training.is_restored:
-            self._before = _read_generators()
-
-    def note_end(self, count: int) -> None:
-        """There is no other batch to load."""
-        if not self._training.num_workers and count > self._passed:
-            self._training.restore_generators()
-
-    def note_fetched(self, consumed: int) -> None:
-        """Keep the generators before the batch that was fetched ahead of the one just handed out."""
-        while self._hidden:
-            self._loader.generator = self._hidden.pop()
-        is_fetched = self._requested > consumed
-        generators = None
-        if is_fetched and not self._training.num_workers:
-            generators = None if _equal(self._before, _read_generators()) else self._before
-        self.ahead.value = {"is_fetched": is_fetched, "generators": generators}
-
-
-class _WatchedBatches(BatchSampler):
-    """A loader's batch sampler that tells when the next batch is asked for, and seeds worker processes."""
-
-    def __init__(
-        self, sampler: Any, seed: Callable[[int], int | None], order: _Order | None = None
-    ) -> None:
-        """Watch a sampler.
-
-        Args:
-            sampler: Whose batches are handed out.
-            seed: What a worker process loads a batch with, by its number in the epoch; None where this process
-                loads it, with its own generators.
-            order: Told of every batch.
-        """
-        self.watched = sampler
-        self._seed, self._order = seed, order
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "watched":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.watched, name)
-
-    def __len__(self) -> int:
-        return len(self.watched)
-
-    def __iter__(self) -> Iterator[Any]:
-        count = 0
-        for count, indices in enumerate(self.watched, 1):
-            if self._order is not None:
-                self._order.note_request(count - 1)
-            seed = self._seed(count - 1)
-            yield indices if seed is None else _SeededBatch(indices, seed)
-        if self._order is not None:
-            self._order.note_end(count)
-
-
-class _SeededBatch:
-    """Indices of a batch on their way to a worker process, which seeds its generators when it receives them.
-
-    The batch is then loaded the same way whichever worker does it, and whatever it loaded before.
-    """
-
-    def __init__(self, indices: Any, seed: int) -> None:
-        self._indices, self._seed = indices, seed
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, int]]:
-        return _received, (self._indices, self._seed)
-
-
 def _watch_evaluation(trainer: Any, loader: Any, name: str, evaluated: set[str]) -> None:
     """Make what worker processes load for an evaluation depend on the step alone.
 
@@ -837,12 +519,12 @@ def _watch_evaluation(trainer: Any, loader: Any, name: str, evaluated: set[str])
     base = getattr(loader, "base_dataloader", loader)
     sampler = getattr(base, "batch_sampler", None)
     if getattr(base, "num_workers", 0) and not isinstance(base.dataset, IterableDataset):
-        if sampler is not None and not isinstance(sampler, _WatchedBatches):
+        if sampler is not None and not isinstance(sampler, WatchedBatches):
 
             def seed(number: int) -> int:
                 return _seed_of(trainer.args, trainer.state.global_step, number, 1)
 
-            object.__setattr__(base, "batch_sampler", _WatchedBatches(sampler, seed))
+            object.__setattr__(base, "batch_sampler", WatchedBatches(sampler, seed))
         if name in evaluated and base.persistent_workers and base._iterator is None:
             # In a run that nobody kills, the workers live since the first evaluation, which drew their seed.
             base.generator = torch.Generator()
@@ -853,15 +535,6 @@ def _seed_of(args: Any, *parts: int) -> int:
     """Return one seed for this rank and some numbers."""
     words = np.random.SeedSequence([args.seed % 2**63, args.process_index, *parts])
     return int(words.generate_state(1, np.uint64)[0]) % 2**63
-
-
-def _received(indices: Any, seed: int) -> Any:
-    """Seed the generators of a worker process; return the indices that it will load next."""
-    if get_worker_info() is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-    return indices
 
 
 class _Fetched:
@@ -877,127 +550,6 @@ class _Fetched:
         batch = next(self._batches)
         self._training.fetched()
         return batch
-
-
-def _chain(loader: Any) -> Iterator[Any]:
-    """Yield a loader and the samplers that it reads, each once."""
-    waiting, seen = [loader], set()
-    while waiting:
-        part = waiting.pop()
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if not isinstance(part, _WatchedBatches):
-            yield part
-        for name in ("batch_sampler", "sampler", "watched"):
-            waiting.append(getattr(part, name, None))
-
-
-def _read_samplers(samplers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Seeds and generators of samplers."""
-    found = []
-    for sampler in samplers:
-        generator = getattr(sampler, "generator", None)
-        seed = getattr(sampler, "initial_seed", None)
-        found.append(
-            {
-                "generator": generator.get_state()
-                if isinstance(generator, torch.Generator)
-                else None,
-                "seed": seed if isinstance(seed, int) else None,
-            }
-        )
-    return found
-
-
-def _set_samplers(samplers: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore seeds and generators of samplers.
-
-    Raises:
-        RunMismatch: If they are other samplers.
-    """
-    if len(samplers) != len(states):
-        raise RunMismatch(
-            f"the training loader has {len(samplers)} samplers and had {len(states)}, so its order is another; keep "
-            "the earlier loader until the epoch is over"
-        )
-    for sampler, state in zip(samplers, states, strict=True):
-        if state["seed"] is not None:
-            sampler.initial_seed = state["seed"]
-        if state["generator"] is not None:
-            if sampler.generator is None:
-                sampler.generator = torch.Generator()
-            sampler.generator.set_state(state["generator"])
-
-
-def _read_generators() -> Generators:
-    """The global random generators of this process."""
-    found = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def _set_generators(states: Generators) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _equal(before: Any, now: Any) -> bool:
-    """Whether two states of generators are the same."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(_equal(before[key], now[key]) for key in before)
-    if isinstance(before, torch.Tensor):
-        return torch.equal(before, now)
-    if isinstance(before, np.ndarray):
-        return np.array_equal(before, now)
-    return bool(before == now)
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's; all else as it is."""
-    return value.item() if isinstance(value, np.generic | torch.Tensor) else value
-
-
-def _states_of(callbacks: Iterable[Any]) -> str:
-    """The states of callbacks in their order, as the Trainer writes them: in JSON.
-
-    Raises:
-        ConfigError: If a state has no form in JSON.
-    """
-    states = []
-    for callback in callbacks:
-        try:
-            states.append([type(callback).__name__, json.dumps(callback.state(), default=_plain)])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{type(callback).__name__}.state() has no form in JSON ({error}); return plain values"
-            ) from error
-    return json.dumps(states)
-
-
-def _restore_states(callbacks: Iterable[Any], text: str) -> None:
-    """Give callbacks their states, by class and order; the arguments of their constructors stay the script's."""
-    waiting: dict[str, list[dict[str, Any]]] = {}
-    for name, state in json.loads(text):
-        waiting.setdefault(name, []).append(json.loads(state))
-    for callback in callbacks:
-        states = waiting.get(type(callback).__name__)
-        if not states:
-            continue
-        state = states.pop(0)
-        if type(callback).from_state.__func__ is ExportableState.from_state.__func__:
-            for name, value in state.get("attributes", {}).items():
-                setattr(callback, name, value)
-        else:  # it alone knows how to read its state
-            vars(callback).update(vars(type(callback).from_state(state)))
 
 
 def _trainer_above(callback: LowDiffCallback) -> Any:
@@ -1062,26 +614,3 @@ def _refuse_arguments(trainer: Any, positional: Sequence[Any], options: Mapping[
             raise ConfigError(
                 f"{reason}, and LowDiffCallback could not resume it exactly; leave that out"
             )
-
-
-def _refuse_loader(loader: Any) -> None:
-    """Check that a loader's place can be found again without loading what was consumed.
-
-    Raises:
-        ConfigError: Saying what to change.
-    """
-    reason = ""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        reason = "an IterableDataset does not reveal its place; give the Trainer a dataset with __getitem__ and __len__"
-    elif isinstance(loader, DataLoaderDispatcher):
-        reason = "dispatch_batches=True has one process load all batches; leave it out"
-    elif not isinstance(getattr(loader, "base_dataloader", loader), DataLoader):
-        reason = f"a {type(loader).__name__} is no DataLoader; let get_train_dataloader return one"
-    elif getattr(loader, "use_stateful_dataloader", False):
-        reason = "use_stateful_dataloader=True keeps a place of its own; leave it out"
-    elif not getattr(loader, "in_order", True):
-        reason = "dataloader_in_order=False hands batches out as they come; leave it out"
-    elif loader.batch_sampler is None:
-        reason = "a DataLoader with batch_size=None has no batches to count; give it a batch_size"
-    if reason:
-        raise ConfigError(f"LowDiffCallback cannot resume this loader: {reason}")

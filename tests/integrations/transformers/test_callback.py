@@ -20,6 +20,7 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
 from lowdiff.integrations import transformers as integration
+from lowdiff.integrations.trainer_state import LogHistory
 from lowdiff.integrations.transformers import LowDiffCallback
 from tests.docs.blocks import ROOT, blocks_of
 from tests.integrations.transformers.training import WORDS, tiny_model
@@ -206,13 +207,13 @@ def test_a_long_history_comes_back_whole() -> None:
             log_history: list[dict[str, Any]] = []  # noqa: RUF012
 
     entries = [{"loss": i / 7, "step": i, "none": float("nan")} for i in range(2000)]
-    history = integration._History(Owner)
+    history = LogHistory(Owner)
     for until in (0, 3, 900, 2000):
         Owner.state.log_history = entries[:until]
         state = history.state_dict()
     assert len(state["full"]) > 5
     assert all(chunk.nbytes >= 4096 for chunk in state["full"])
-    again = integration._History(Owner)
+    again = LogHistory(Owner)
     again.load_state_dict(state)
     again.restore()
     assert json.dumps(Owner.state.log_history) == json.dumps(entries)
