@@ -363,11 +363,14 @@ def _refusal(value: object, where: _Where) -> ConfigError:
     if facts:
         name += f" ({', '.join(f'{fact} {getattr(value, fact)}' for fact in facts)})"
     base = next((b for b in kind.__mro__[1:] if b in _LEAVES or b is list or stored_type(b)), None)
-    advice = (
-        "give plain values (numbers, str, bytes, containers, numeric arrays, dense tensors)"
-        if base is None
-        else f"convert it to a plain {base.__name__}"
-    )
+    if base is None:
+        advice = (
+            "give plain values (numbers, str, bytes, containers, numeric arrays, dense tensors)"
+        )
+    elif hasattr(value, "to_local"):  # a sharded tensor
+        advice = "give this rank's part of it, value.to_local()"
+    else:
+        advice = f"convert it to a plain {base.__name__}"
     return ConfigError(
         f"{_path(where)}: {name} cannot be stored without pickle; {advice}, or leave it out of "
         "state_dict()"
