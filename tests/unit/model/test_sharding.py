@@ -95,8 +95,6 @@ def test_parameters_that_are_kept_on_the_host_are_refused(mesh: DeviceMesh) -> N
         part_of("w", offloaded)
 
 
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*NO_SHARD.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD:UserWarning")
 def test_fsdp1_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
