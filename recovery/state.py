@@ -166,33 +166,7 @@ class RecoveredState:
                 return tensor
             return parameters[source]
 
-        return self.named_as_model(tensor_of, rank)
-
-    def named_as_model(
-        self, tensor_of: Callable[[str], torch.Tensor], rank: int = 0
-    ) -> dict[str, Any]:
-        """Return what ``model.state_dict()`` held, under its keys.
-
-        Args:
-            tensor_of: Gives the tensor of a parameter, or of a buffer's or frozen parameter's item, by name;
-                a ``KeyError`` says that there is none.
-            rank: Whose buffers and extra states.
-        """
-        extra = self._extra_states(rank)
-        result: dict[str, Any] = {}
-        for key, source in self.fence.names.items():
-            if source.startswith(EXTRA_ITEM + "/"):
-                own_key = source.removeprefix(EXTRA_ITEM + "/")
-                if own_key in extra:  # a later life's model may have another such module
-                    result[key] = extra[own_key]
-                continue
-            if source.startswith(BUFFER_ITEM) and source not in self.items[rank]:
-                continue  # it was None
-            try:
-                result[key] = tensor_of(source)
-            except KeyError as error:
-                raise DamagedFile(key, f"it refers to {source}, which is not there") from error
-        return result
+        return named_as_model(self, tensor_of, rank)
 
     def _extra_states(self, rank: int) -> dict[str, Any]:
         """Key of the model's state dict -> what that module's ``get_extra_state()`` was."""
@@ -244,6 +218,34 @@ class RecoveredState:
         if not found.get(LOOP_STATE):
             found.pop(LOOP_STATE, None)
         return found
+
+
+def named_as_model(
+    state: RecoveredState, tensor_of: Callable[[str], torch.Tensor], rank: int = 0
+) -> dict[str, Any]:
+    """Return what ``model.state_dict()`` held, under its keys.
+
+    Args:
+        state: Names its tensors, and has the items.
+        tensor_of: Gives the tensor of a parameter, or of a buffer's or frozen parameter's item, by name;
+            a ``KeyError`` says that there is none.
+        rank: Whose buffers and extra states.
+    """
+    extra = state._extra_states(rank)
+    result: dict[str, Any] = {}
+    for key, source in state.fence.names.items():
+        if source.startswith(EXTRA_ITEM + "/"):
+            own_key = source.removeprefix(EXTRA_ITEM + "/")
+            if own_key in extra:  # a later life's model may have another such module
+                result[key] = extra[own_key]
+            continue
+        if source.startswith(BUFFER_ITEM) and source not in state.items[rank]:
+            continue  # it was None
+        try:
+            result[key] = tensor_of(source)
+        except KeyError as error:
+            raise DamagedFile(key, f"it refers to {source}, which is not there") from error
+    return result
 
 
 def is_scalar(key: str, numel: int) -> bool:

@@ -78,7 +78,6 @@ from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState
-from lowdiff.step.fsdp_hook import groups_of
 from lowdiff.step.gradients import Gradients, RecordedGradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
@@ -295,13 +294,6 @@ def _refuse_sharded(
             'and name the other: fully_shard(module, mesh=mesh["shard"]), attach(model, optimizer, '
             'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica", no compressor'
         )
-    for part in attached.module.modules():
-        for group in groups_of(part) if hasattr(part, "_get_fsdp_state") else ():
-            if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
-                raise UnsupportedModel(
-                    "CPUOffloadPolicy keeps parameters and optimizer on the host, and gradients come there while "
-                    "the step goes on; leave offload_policy out of fully_shard"
-                )
     for name, thing in stateful.items():
         if isinstance(thing, AveragedModel) and any(map(is_sharded, thing.parameters())):
             raise UnsupportedModel(

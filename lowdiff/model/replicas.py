@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowdiff.core.layout import Part, trained_by
 from lowdiff.errors import ConfigError, UnsupportedModel
-from lowdiff.model.sharding import is_sharded, local_of
+from lowdiff.model.sharding import is_sharded, local_of, sharded
 from lowdiff.types import Layout
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def replicas_of(
     for index, parameter in parameters.items():
         spec = layout.parameters[index]
         if is_sharded(parameter):
-            own_mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            own_mesh = sharded(parameter).device_mesh
             averaged = sorted({*own_mesh.mesh.flatten().tolist()} & {*copies} - {rank})
             if averaged:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,10 +17,18 @@ from lowdiff.core.layout import in_a_row, spec_of
 from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import Layout, ParameterSpec
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is a ``DTensor``, without importing their module, which takes long."""
     return isinstance(tensor, torch.Tensor) and type(tensor).__name__ == "DTensor"
+
+
+def sharded(tensor: torch.Tensor) -> DTensor:
+    """Return a tensor, which `is_sharded`, as what it is."""
+    return cast("DTensor", tensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,23 +36,22 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():  # else it is a new view at each call, with a history
-        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local
+        return sharded(tensor).to_local()
 
 
 def sharded_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a tensor of this rank's part as one that is sharded as a parameter is; plain where that is."""
     if not is_sharded(parameter):
         return local
-    whole: torch.Tensor = type(parameter).from_local(  # type: ignore[attr-defined]
+    like = sharded(parameter)
+    return type(like).from_local(
         local,
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
+        like.device_mesh,
+        like.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
-    return whole
 
 
 def refuse_ranks_outside(parameter: torch.Tensor, world_size: int) -> None:
@@ -53,7 +60,7 @@ def refuse_ranks_outside(parameter: torch.Tensor, world_size: int) -> None:
     Raises:
         ConfigError: If the mesh of a sharded parameter, with all its dimensions, has fewer ranks.
     """
-    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    mesh = sharded(parameter).device_mesh
     # A model may lie on one dimension of a mesh; nothing public tells which others there are.
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     if root.size() < world_size:
@@ -72,9 +79,9 @@ def add_up(parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     if gradient is None or not (is_sharded(parameter) and is_sharded(gradient)):
         return
-    placements = parameter.placements  # type: ignore[attr-defined]
-    if gradient.placements != placements:  # type: ignore[attr-defined]
-        parameter.grad = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    placements = sharded(parameter).placements
+    if sharded(gradient).placements != placements:
+        parameter.grad = sharded(gradient).redistribute(placements=placements)
 
 
 def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
@@ -86,7 +93,13 @@ def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
     spec = spec_of(name, local_of(parameter))
     if not is_sharded(parameter):
         return spec
-    placements = parameter.placements  # type: ignore[attr-defined]
+    placements, mesh = sharded(parameter).placements, sharded(parameter).device_mesh
+    if local_of(parameter).device.type != mesh.device_type:
+        raise UnsupportedModel(
+            f"{name!r} lies on {local_of(parameter).device}, and its mesh on {mesh.device_type}: parameters that "
+            "FSDP keeps on the host (CPUOffloadPolicy) are not supported; leave offload_policy out, or shard "
+            "over more ranks"
+        )
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedModel(
             f"{name!r} has the placements {placements}: a parameter whose ranks hold addends; "
@@ -95,11 +108,7 @@ def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
     # Nothing public tells where a rank's part begins, with uneven and nested shards as well.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape,
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        placements,
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if tuple(shape) != spec.shape and spec.numel:
         raise UnsupportedModel(
             f"{name!r} is {spec.shape} on this rank, where its placements {placements} make it "

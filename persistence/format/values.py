@@ -367,8 +367,8 @@ def _refusal(value: object, where: _Where) -> ConfigError:
         advice = (
             "give plain values (numbers, str, bytes, containers, numeric arrays, dense tensors)"
         )
-    elif kind.__name__ == "DTensor":
-        advice = "keep this rank's part, tensor.to_local()"
+    elif hasattr(value, "to_local"):  # a sharded tensor
+        advice = "give this rank's part of it, value.to_local()"
     else:
         advice = f"convert it to a plain {base.__name__}"
     return ConfigError(

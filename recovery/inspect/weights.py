@@ -31,7 +31,7 @@ from lowdiff.recovery.replay.sizing import free_bytes
 from lowdiff.recovery.replica.recover import MemoryPlan
 from lowdiff.recovery.reshard import first_holder, frozen_values, whole, whole_spec, whole_tensor
 from lowdiff.recovery.search import Progress, load_and_replay
-from lowdiff.recovery.state import FROZEN_ITEM, RecoveredState
+from lowdiff.recovery.state import FROZEN_ITEM, RecoveredState, named_as_model
 from lowdiff.types import Fence, ParameterSpec
 
 #: State that is recovered at once: so much at least, and no more groups than these.
@@ -158,7 +158,7 @@ def _write(
     shares = _shares(plan, fence)
     state = first = load_and_replay(catalog, plan, _reporting(options, plan, shares, 0), shares[0])
     shared = _Shared.of(RunFolder(catalog.root), fence)
-    named = first.named_as_model(partial(_described, first, shared.described))
+    named = named_as_model(first, partial(_described, first, shared.described))
     weights = WeightsFile(file, named, first.step)
     keys: dict[str, list[str]] = {}  # of what is yet to be written, by its name in the run
     for key, tensor in named.items():

@@ -19,7 +19,6 @@ from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
-from lowdiff.integrations import transformers as integration
 from lowdiff.integrations.trainer_state import LogHistory
 from lowdiff.integrations.transformers import LowDiffCallback
 from tests.docs.blocks import ROOT, blocks_of

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -22,7 +23,8 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import describe, of_all_ranks
 from lowdiff.model.ranks import Ranks
-from lowdiff.model.sharding import joined, local_of, part_of, told
+from lowdiff.model.sharding import joined, local_of, part_of, refuse_ranks_outside, told
+from lowdiff.step.fsdp_hook import register_group_hooks
 from lowdiff.types import Layout, ParameterSpec
 
 
@@ -68,7 +70,7 @@ def test_parts_that_are_not_the_whole_are_refused() -> None:
 
 
 def test_stages_of_a_pipeline_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="do not train the same tensors"):
+    with pytest.raises(UnsupportedModel, match=r"not train the same tensors .* a run of their own"):
         of_ranks([part("w", 0, 5, 5)], [part("v", 0, 5, 5)])
 
 
@@ -80,8 +82,54 @@ def test_shapes_that_differ_between_ranks_are_refused() -> None:
 
 def test_addends_are_refused(mesh: DeviceMesh) -> None:
     addends = DTensor.from_local(torch.ones(3, 2), mesh, [Partial()])
-    with pytest.raises(UnsupportedModel, match="whose ranks hold addends"):
+    with pytest.raises(
+        UnsupportedModel, match=r"ranks hold addends; redistribute it to Replicate\(\)"
+    ):
         part_of("w", addends)
+
+
+def test_parameters_that_are_kept_on_the_host_are_refused(mesh: DeviceMesh) -> None:
+    elsewhere = torch.ones(3, 2, device="meta")  # as seen from a mesh on another device than theirs
+    offloaded = DTensor.from_local(elsewhere, mesh, [Shard(0)])
+    with pytest.raises(UnsupportedModel, match=r"CPUOffloadPolicy.*leave offload_policy out"):
+        part_of("w", offloaded)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:UserWarning")
+def test_fsdp1_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
+    with pytest.raises(UnsupportedModel, match=r"FSDP1.*shard the model by .*fully_shard"):
+        checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_mesh_of_some_of_the_ranks_is_refused(mesh: DeviceMesh) -> None:
+    parameter = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)])
+    refuse_ranks_outside(parameter, 1)
+    with pytest.raises(ConfigError, match=r"over 1 of the job's 2 ranks; .* of their own"):
+        refuse_ranks_outside(parameter, 2)
+
+
+def test_a_torch_without_the_hook_is_refused(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded(mesh)
+    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
+    state: Any = None  # nothing is exchanged
+    with pytest.raises(ConfigError, match=r"from 2\.7.*update it, or use strategy=\"replica\""):
+        register_group_hooks(
+            model, dict(enumerate(model.parameters())), str, state, compresses=True
+        )
+
+
+def test_an_object_that_keeps_a_sharded_tensor_is_told_how_to_keep_its_part(
+    tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    model = sharded(mesh)
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
+    checkpointer.state["best"] = model.get_parameter("weight").detach()
+    with pytest.raises(ConfigError, match=r"DTensor .* value\.to_local\(\)"):
+        checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_whole_tensor_on_a_mesh_keeps_its_name(mesh: DeviceMesh) -> None:
@@ -102,20 +150,25 @@ def test_sharded_inside_ddp_is_refused(mesh: DeviceMesh) -> None:
         describe(ddp, (torch.optim.SGD(model.parameters(), lr=0.1),))
 
 
-def test_what_couples_elements_is_refused_where_a_tensor_is_divided(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+def test_what_couples_elements_is_refused_where_a_tensor_is_divided(
+    mesh: DeviceMesh, kind: str
+) -> None:
     model = sharded(mesh)
-    attached = describe(model, (torch.optim.Adafactor(model.parameters()),))
+    model.get_parameter("bias").requires_grad_(False)  # Muon takes matrices alone
+    optimizer = getattr(torch.optim, kind)([model.get_parameter("weight")])
+    attached = describe(model, (optimizer,))
     ranks = Ranks(None)
     low, high = part("weight", 0, 1, 3), part("weight", 1, 2, 3)
     low, high = (replace(s, whole_shape=(3, 2)) for s in (low, high))
-    bias = attached.layout.parameters[1]
 
     class Two(Ranks):
         def gather(self, value: object) -> list[object]:
-            return [[told(Layout((s, bias))), []] for s in (low, high)]
+            return [[told(Layout((s,))), []] for s in (low, high)]
 
     assert of_all_ranks(attached, ranks).layout == attached.layout
-    with pytest.raises(UnsupportedOptimizer, match="Adafactor couples the elements of a tensor"):
+    message = rf"{kind} couples the elements of a tensor.*\(AdamW, SGD"
+    with pytest.raises(UnsupportedOptimizer, match=message):
         of_all_ranks(attached, Two(None))
 
 
@@ -133,54 +186,6 @@ def test_strategies_for_whole_models_are_refused(
     checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st", **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_offloaded_parameters_are_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
-    model = nn.Linear(4, 3)
-    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
-    with pytest.raises(UnsupportedModel, match="leave offload_policy out of fully_shard"):
-        checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_torch_without_the_hooks_setter_is_named(
-    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
-    model = sharded(mesh)
-    checkpointer = lowdiff.Checkpointer(
-        tmp_path / "run", staging=tmp_path / "st", compressor=TopK(0.1)
-    )
-    with pytest.raises(ConfigError, match=r"set_all_reduce_hook, which PyTorch has from 2\.7"):
-        checkpointer.attach(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), replicate=mesh["shard"]
-        )
-
-
-class Kept:
-    """A user's object with a sharded tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.tensor = state["tensor"]
-
-
-def test_a_sharded_tensor_in_an_object_is_refused_with_the_way_out(
-    tmp_path: Path, mesh: DeviceMesh
-) -> None:
-    model = sharded(mesh)
-    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "st")
-    with pytest.raises(ConfigError, match=r"keep this rank's part, tensor\.to_local\(\)"):
-        checkpointer.attach(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            kept=Kept(model.get_parameter("weight").detach()),
-        )
 
 
 def test_an_average_of_shards_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
