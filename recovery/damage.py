@@ -1,4 +1,4 @@
-"""Which of a run's broken bytes cost steps, and which are only where a process died.
+"""Tell the broken bytes of a run that cost steps from those that are only where a process died.
 
 A writer that dies leaves a torn record at the end of its file, and that costs nothing: whoever
 takes over writes the same steps again, or no rank had them committed on disk. A broken record with

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import IO, Any
@@ -19,6 +19,7 @@ from lowdiff.persistence.format.image import (
     ImageTensor,
     PartSums,
     image_header,
+    in_file_order,
 )
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.state import (
@@ -148,12 +149,6 @@ def write_image(
         sums.add(piece)
         size += file.write(piece)
     return size, checksum, tuple(sums.found)
-
-
-def in_file_order(entries: Iterable[ImageEntry]) -> list[ImageEntry]:
-    """Return the entries of an image's header in their order in the file."""
-    # Widest items first keeps every tensor aligned to its own size.
-    return sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
 
 
 def image_entry(name: str, tensor: torch.Tensor) -> ImageEntry:

@@ -427,7 +427,7 @@ def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
 
 
 def parameter_of(name: str, parameters: Container[str]) -> str | None:
-    """Which parameter ``PARAMETER`` or ``PARAMETER/MORE`` is of; None if none."""
+    """Return the parameter that ``PARAMETER`` or ``PARAMETER/MORE`` is of; None if none."""
     while name and name not in parameters:
         name, _, _ = name.rpartition("/")
     return name or None

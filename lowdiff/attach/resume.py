@@ -1,4 +1,4 @@
-"""What an incarnation starts from: the recovered state, loaded into live objects."""
+"""The start of an incarnation: the recovered state, loaded into live objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lowdiff.types import Fence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """Where an incarnation begins.
+    """The step and the state that an incarnation begins with.
 
     Attributes:
         continues: Whether the run's history is part of its own.

@@ -21,7 +21,7 @@ Generators = dict[str, Any]
 
 
 class Place(Protocol):
-    """Where a training stands in its data."""
+    """The place of a training in its data."""
 
     #: The epoch that the next batch belongs to.
     epoch: int

@@ -124,11 +124,7 @@ class LowDiffCallback(lightning.Callback):
 
 
 class _Training:
-    """One call of ``fit``: what is wrapped, and where a step is committed.
-
-    Attributes:
-        is_preempted: Whether a signal ends training, which then is not finished.
-    """
+    """One call of ``fit``: what is wrapped, and where a step is committed."""
 
     def __init__(self, trainer: Any, checkpointer: lowdiff.Checkpointer) -> None:
         self._trainer, self._checkpointer = trainer, checkpointer
@@ -313,9 +309,9 @@ class _Progress:
         return {
             "loops": loops,
             "callbacks": {
-                callback.state_key: callback.state_dict()
+                callback.state_key: state
                 for callback in trainer.callbacks
-                if callback.state_dict()
+                if (state := callback.state_dict())
             },
             "datamodule": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "metrics": {

@@ -1,4 +1,4 @@
-"""What a Trainer of Transformers knows of its training, as objects whose state every step keeps."""
+"""The state of a Trainer of Transformers beside its model, as objects that every step keeps."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from crc32c import crc32c
 
@@ -266,6 +266,15 @@ def _entry(name: str, dtype: Any, shape: Any) -> ImageEntry:
     return ImageEntry(name, dtype, tuple(shape))
 
 
+_Entry = TypeVar("_Entry", bound=ImageEntry)
+
+
+def in_file_order(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Return the tensors of an image in the order in which they lie in its file."""
+    # Widest items first keeps every tensor aligned to its own size.
+    return sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
+
+
 def stage_image(
     path: Path, tensors: Sequence[ImageTensor], num_threads: int = 1
 ) -> tuple[int, int]:
@@ -274,8 +283,7 @@ def stage_image(
     Returns:
         Its length in bytes and its CRC-32C. The image is whole when this returns.
     """
-    # Widest items first keeps every tensor aligned to its own size.
-    ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
+    ordered = in_file_order(tensors)
     header = image_header(ordered)
     try:
         file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))

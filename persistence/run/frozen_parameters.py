@@ -9,7 +9,7 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.durable import make_directory, replaced
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.format.image import ImageTensor, image_header
+from lowdiff.persistence.format.image import ImageTensor, image_header, in_file_order
 
 _PIECE_BYTES = 4 << 20
 
@@ -22,7 +22,7 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
     """
     if not tensors:
         return ""
-    ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
+    ordered = in_file_order(tensors)
     parts: list[bytes | memoryview] = [image_header(ordered), *(t.data for t in ordered)]
     digest = hashlib.sha256()
     for part in parts:

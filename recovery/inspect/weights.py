@@ -18,11 +18,11 @@ from lowdiff.core.layout import by_tensor, torch_dtype
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.format.image import image_header, read_image_header
+from lowdiff.persistence.format.image import image_header, in_file_order, read_image_header
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.frozen_parameters import check_constants
 from lowdiff.recovery.engine import recover_by
-from lowdiff.recovery.images import DTYPES, holds, image_entry, in_file_order, pieces_of
+from lowdiff.recovery.images import DTYPES, holds, image_entry, pieces_of
 from lowdiff.recovery.load import ImageReader, Share, WeightsShare, or_damaged
 from lowdiff.recovery.plan import RecoveryPlan, bytes_of
 from lowdiff.recovery.replay.optimizers import granularity
@@ -147,10 +147,7 @@ def _write(
     file.truncate()
     if isinstance(plan, MemoryPlan):
         state = load_and_replay(catalog, plan, options, None)
-        parameters = state.parameters
-        state.parameters = {}
-        _drop_tensors(state)
-        state.parameters = parameters
+        _drop_beside_parameters(state)
         state = whole(state)
         WeightsFile(file, state.model_state_dict(), state.step)
         return state
@@ -158,7 +155,7 @@ def _write(
     shares = _shares(plan, fence)
     state = first = load_and_replay(catalog, plan, _reporting(options, plan, shares, 0), shares[0])
     shared = _Shared.of(RunFolder(catalog.root), fence)
-    named = named_as_model(first, partial(_described, first, shared.described))
+    named = named_as_model(first, partial(_described, first, _forms(fence), shared.described))
     weights = WeightsFile(file, named, first.step)
     keys: dict[str, list[str]] = {}  # of what is yet to be written, by its name in the run
     for key, tensor in named.items():
@@ -172,7 +169,8 @@ def _write(
         for source, tensor in _whole_tensors(state, share):
             weights.put(dict.fromkeys(keys.get(source, ()), tensor))
         del tensor
-        _drop_tensors(state)
+        state.parameters.clear()
+        _drop_beside_parameters(state)
         del state
     for source, tensor in shared.tensors(keys, options.readers):
         weights.put(dict.fromkeys(keys[source], tensor))
@@ -231,19 +229,33 @@ def _reporting(
     return replace(options, progress=lambda done: told((number * total + done) // len(shares)))
 
 
+def _forms(fence: Fence) -> dict[str, torch.Tensor]:
+    """Return the whole tensors that are put together of parts, by their names in the run, without values."""
+    layouts = {"": fence.layout, FROZEN_ITEM: fence.frozen_shards}
+    specs = {
+        prefix + tensor: whole_spec(parts[0])
+        for prefix, layout in layouts.items()
+        for tensor, parts in by_tensor(layout).items()
+    }
+    return {
+        name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+        for name, spec in specs.items()
+    }
+
+
 def _described(
-    state: RecoveredState, shared: Mapping[str, torch.Tensor], source: str
+    state: RecoveredState,
+    forms: Mapping[str, torch.Tensor],
+    shared: Mapping[str, torch.Tensor],
+    source: str,
 ) -> torch.Tensor:
     """Return a buffer or a frozen parameter that a state has, and of other tensors the form.
 
     Raises:
         KeyError: If there is none of that name.
     """
-    for prefix, layout in (("", state.fence.layout), (FROZEN_ITEM, state.fence.frozen_shards)):
-        parts = by_tensor(layout).get(source.removeprefix(prefix))
-        if parts and source.startswith(prefix):
-            spec = whole_spec(parts[0])
-            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+    if source in forms:
+        return forms[source]
     if source in state.items[0]:
         tensor: torch.Tensor = state.item(source)
         return tensor
@@ -262,9 +274,8 @@ def _whole_tensors(
             yield FROZEN_ITEM + tensor, whole_tensor(parts, frozen_values(state, parts))
 
 
-def _drop_tensors(state: RecoveredState) -> None:
-    """Let go of parameters, and of what optimizers and averages keep of them."""
-    state.parameters.clear()
+def _drop_beside_parameters(state: RecoveredState) -> None:
+    """Let go of what optimizers and averages keep of parameters."""
     for optimizer in state.optimizers:
         optimizer.state.clear()
     for followed in state.averages.values():

@@ -8,9 +8,7 @@ Nothing in it knows of lowdiff but the one callback.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from torchmetrics import MeanSquaredError
 
 from lowdiff.compressors import TopK
 from lowdiff.integrations.lightning import LowDiffCallback
+from tests.integrations.kills import Kill, leave, rank
 
 _ROWS, _WIDTH = 52, 12
 
@@ -194,16 +193,14 @@ class Logs(DummyLogger):
 class Killer(lightning.Callback):
     """Sends this process a signal when something happens for the n-th time."""
 
-    def __init__(self, place: str, count: int, number: int) -> None:
-        self.place, self.left, self.number = place, count, number
+    def __init__(self, kill: str) -> None:
+        self._kill = Kill(kill)
         self.is_armed = False
 
     def happens(self, place: str) -> None:
         """Say that it happens."""
-        if place == self.place and self.is_armed:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), self.number)
+        if self.is_armed:
+            self._kill.happens(place)
 
     def on_train_start(self, *_: Any) -> None:
         """Let what is tried out before training pass."""
@@ -263,10 +260,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
-    place, count, number = f"{kill or ':0'}:SIGKILL".split(":")[:3]
-    rank = int(os.environ.get("RANK", "0"))
-    is_last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
-    killer = Killer(place, int(count) if is_last else 0, signal.Signals[number])
+    killer = Killer(kill)
     ckpt_path = given.pop("ckpt_path", None)
     lightning.seed_everything(5, verbose=False)
     rows = Rows(_ROWS, killer.happens)
@@ -287,7 +281,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         )
         callbacks.append(saving)
     options: dict[str, Any] = dict(
-        accelerator="cpu", devices=1, logger=Logs(Path(folder, f"logs-{rank}.jsonl")), callbacks=callbacks,
+        accelerator="cpu", devices=1, logger=Logs(Path(folder, f"logs-{rank()}.jsonl")), callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=kind.saves, log_every_n_steps=1,
     )  # fmt: skip
     trainer = lightning.Trainer(**(options | kind.arguments | given))
@@ -304,13 +298,11 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "callbacks": [callback.state_dict() for callback in callbacks if callback is not saving],
         "saved": None if saving is None else [str(saving.best_model_score), saving.best_k_models],
-        "logs": logged(Path(folder, f"logs-{rank}.jsonl")),
+        "logs": logged(Path(folder, f"logs-{rank()}.jsonl")),
         "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         "loaded": rows.loaded,
     }
-    partial = Path(folder, f"partial-{rank}.pt")
-    torch.save(result, partial)
-    partial.replace(Path(folder, f"result-{rank}.pt"))
+    leave(result, folder)
 
 
 def logged(path: Path) -> dict[str, Any]:

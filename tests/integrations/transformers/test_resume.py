@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,13 @@ pytest.importorskip("transformers")
 
 import torch
 
-from tests.integrations.scripts import Scripts, differences, scripts_of
+from tests.integrations.scripts import Scripts, differences
 
 pytestmark = [pytest.mark.framework, pytest.mark.launch, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="session")
-def scripts() -> Iterator[Scripts]:
-    """The one that all tests of a process use."""
-    with scripts_of("tests.integrations.transformers.training") as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def whole(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each kind of script leaves that nobody kills, made once."""
-    known: dict[str, list[Any]] = {}
-
-    def find(name: str, ranks: int = 1) -> list[Any]:
-        if name not in known:
-            known[name] = scripts.finish(
-                name, tmp_path_factory.mktemp("whole") / "run", ranks=ranks
-            )
-        return known[name]
-
-    return find
+#: Whose scripts the fixtures run.
+TRAINING = "tests.integrations.transformers.training"
 
 
 def compared(results: list[Any], folder: str = "") -> list[Any]:

@@ -8,13 +8,10 @@ Nothing in it knows of lowdiff but the one callback.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +29,7 @@ from transformers.trainer_callback import ExportableState
 
 from lowdiff.compressors import TopK
 from lowdiff.integrations.transformers import LowDiffCallback
+from tests.integrations.kills import Kill, leave
 
 NUM_ROWS, LENGTH, WORDS = 52, 12, 32
 
@@ -121,15 +119,8 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 class Killer(TrainerCallback):
     """Sends this process a signal when something happens for the n-th time."""
 
-    def __init__(self, place: str, count: int, number: int) -> None:
-        self.place, self.left, self.number = place, count, number
-
-    def happens(self, place: str) -> None:
-        """Say that it happens."""
-        if place == self.place:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), self.number)
+    def __init__(self, kill: str) -> None:
+        self.happens = Kill(kill).happens
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_"):
@@ -209,9 +200,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
-    place, count, number = f"{kill or ':0'}:SIGKILL".split(":")[:3]
-    is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
-    killer = Killer(place, int(count) if is_last else 0, signal.Signals[number])
+    killer = Killer(kill)
     resume = given.pop("resume", None)
     save = torch.save
 
@@ -248,7 +237,6 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         callbacks=callbacks,
     )
     output = trainer.train(resume_from_checkpoint=resume)
-    rank = args.process_index
     torch.save = save
     result = {
         "weights": trainer.model.state_dict(),
@@ -273,9 +261,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         "evaluation": timeless(trainer.evaluate()),
         "loaded": rows.loaded,
     }
-    partial = Path(folder, f"partial-{rank}.pt")
-    torch.save(result, partial)
-    partial.replace(Path(folder, f"result-{rank}.pt"))
+    leave(result, folder)
 
 
 def timeless(entry: dict[str, Any]) -> dict[str, Any]:

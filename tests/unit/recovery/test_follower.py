@@ -46,6 +46,11 @@ class Training:
             self.checkpointer.commit()
             self.step += 1
 
+    def wait_for_snapshot(self, step: int) -> None:
+        lowdiff.testing.wait_until(
+            self.checkpointer, lambda stats: stats["durable_snapshot"] >= step
+        )
+
     def follow(self, **settings: Any) -> Follower:
         return Follower(self.folder / "run", staging=self.folder / "staging", **settings)
 
@@ -107,7 +112,7 @@ def test_a_follower_that_comes_late_or_lags_has_the_newest_step(tmp_path: Path) 
         live.train(3)
         assert follower.look()
         live.train(20)  # retention removes what leads on from step 3
-        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 20)
+        live.wait_for_snapshot(20)
         assert follower.look()
         live.assert_followed(follower)
 
@@ -155,7 +160,7 @@ def test_what_is_not_durable_may_be_passed_over(tmp_path: Path) -> None:
         live.train(3)
         assert not follower.look()
         live.train(1)
-        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 4)
+        live.wait_for_snapshot(4)
         assert follower.look()
         live.assert_followed(follower)
 
@@ -174,7 +179,7 @@ def test_without_its_queue_it_is_followed_by_snapshots(tmp_path: Path) -> None:
         live.follow(durable=True) as follower,
     ):
         live.train(3)
-        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 3)
+        live.wait_for_snapshot(3)
         assert follower.look()
         live.assert_followed(follower)
         live.train(1)
@@ -198,7 +203,7 @@ def test_what_nobody_noticed_is_passed_with_the_next_snapshot(
         follower.look()
         assert not follower.look()
         live.train(3)
-        lowdiff.testing.wait_until(live.checkpointer, lambda stats: stats["durable_snapshot"] >= 6)
+        live.wait_for_snapshot(6)
         assert follower.look()
         live.assert_followed(follower)
 
