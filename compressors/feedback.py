@@ -119,9 +119,17 @@ class RotatingResidual:
         return {i: self._slots[self.slot][i] for i in sorted(self._used)}
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the residuals by parameter name, each with its shape."""
+        """Return the residuals by parameter name, each with its shape.
+
+        Before anything was left out they are the zeros of the smallest one: an image without any residual is one of
+        which the residual was lost.
+        """
         specs = self.layout.parameters
-        return {specs[i].name: shaped(values, specs[i]) for i, values in self.current().items()}
+        known = self.current()
+        if not known and specs:
+            smallest = min(range(len(specs)), key=lambda i: specs[i].numel)
+            known = {smallest: self._slots[self.slot][smallest]}
+        return {specs[i].name: shaped(values, specs[i]) for i, values in known.items()}
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """Replace the current residual; None keeps a parameter's residual."""
