@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: call ``prepare`` as usual, then attach the wrapped objects.
+"""Hugging Face accelerate: call ``prepare`` as usual, then hand what it returned to ``LowDiffRun``.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py runs/accelerate
 """
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.integrations.accelerate import LowDiffRun
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
@@ -32,31 +32,29 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=500, gamma=0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    loader = DataLoader(dataset, batch_size=32, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    checkpointer = lowdiff.Checkpointer(
-        args.run, compressor=TopK(density=0.05), staging=args.staging
-    )
-    # Instead of a prepared DataLoader: it divides samples over the ranks, and knows its position.
-    loader = checkpointer.dataloader(dataset, batch_size=32)
-    losses = {}
-    with checkpointer:
-        completed = checkpointer.attach(model, optimizer, scheduler=scheduler)
-        accelerator.print(f"starting at step {completed}")
-        while completed < args.steps and not checkpointer.preempted:
+    settings = {"compressor": TopK(density=0.05), "staging": args.staging}
+    losses: dict[int, float] = {}
+    with LowDiffRun(accelerator, args.run, model, optimizer, loader, scheduler, **settings) as run:
+        accelerator.print(f"starting at step {run.step}")
+        step = run.step
+        for _ in run.epochs(args.steps):
             for features, targets in loader:
+                if step == args.steps:
+                    break
                 loss = nn.functional.mse_loss(model(features), targets)
                 optimizer.zero_grad()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
-                checkpointer.commit()
-                completed += 1
-                losses[completed] = loss.item()
-                accelerator.print(f"step {completed}: loss {loss.item():.9g}")
-                if completed == args.steps or checkpointer.preempted:
-                    break
+                step += 1
+                losses[step] = loss.item()
+                accelerator.print(f"step {step}: loss {loss.item():.9g}")
+            if step == args.steps:
+                break
     accelerator.end_training()
     return losses
 

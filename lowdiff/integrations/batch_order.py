@@ -81,11 +81,12 @@ class BatchOrder:
         self.at_epoch, self.ahead = Kept(), Kept()
         self._training = training
         self._loader: Any = None
+        self._watched = ""
         self._samplers: list[Any] = []
         self._requested = 0
         self._before: Generators | None = None
-        #: The loader's own generator while another takes its place.
-        self._hidden: list[torch.Generator | None] = []
+        #: A loader, and its own generator while another takes its place.
+        self._hidden: list[tuple[Any, torch.Generator | None]] = []
         #: Of the epoch that is resumed: how many batches to pass over, and the generators before the next.
         self._passed, self._first, self._is_fetched = 0, None, False
 
@@ -102,6 +103,12 @@ class BatchOrder:
         watched = WatchedBatches(getattr(base, name), self._seed, self)
         object.__setattr__(base, name, watched)
         self._loader, self._samplers = base, list(_chain(base))
+        self._watched = name
+
+    def leave(self) -> None:
+        """Give the loader its own sampler back."""
+        watched = getattr(self._loader, self._watched)
+        object.__setattr__(self._loader, self._watched, watched.watched)
 
     def _seed(self, number: int) -> int | None:
         training = self._training
@@ -124,14 +131,17 @@ class BatchOrder:
         self.ahead.value = {"is_fetched": False, "generators": None}
         self._requested = 0
 
-    def begin_workers(self) -> None:
+    def begin_workers(self, loader: Any = None) -> None:
         """Start persistent workers in a later epoch than the first without drawing their seed.
 
         They have lived since the first epoch in a run that nobody kills, which drew it there.
+
+        Args:
+            loader: That takes the place of the watched one, to pass over batches.
         """
-        loader = self._loader
-        if loader.persistent_workers and loader._iterator is None:
-            self._hidden, loader.generator = [loader.generator], torch.Generator()
+        base = self._loader if loader is None else getattr(loader, "base_dataloader", loader)
+        if base.persistent_workers and base._iterator is None:
+            self._hidden, base.generator = [(base, base.generator)], torch.Generator()
 
     def repeat_epoch(self) -> None:
         """Let the loader draw the order of the epoch that is resumed."""
@@ -170,7 +180,8 @@ class BatchOrder:
     def note_fetched(self, consumed: int) -> None:
         """Keep the generators before the batch that was fetched ahead of the one just handed out."""
         while self._hidden:
-            self._loader.generator = self._hidden.pop()
+            loader, generator = self._hidden.pop()
+            loader.generator = generator
         is_fetched = self._requested > consumed
         generators = None
         if is_fetched and not self._training.num_workers:

@@ -304,7 +304,7 @@ class StepGuard:
             raise UnsupportedOptimizer(
                 "optimizer.step(closure) may evaluate the gradient several times, which a "
                 "differential cannot record; call backward() first and step() without a closure "
-                "(under Lightning: examples/lightning_trainer.py)"
+                "(under Lightning: lowdiff.integrations.lightning)"
             )
         if _group_ids(optimizer) != self._groups[index]:
             raise UsageError(

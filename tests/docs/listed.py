@@ -34,6 +34,10 @@ NOT_RUN = {
         "from lowdiff.integrations.lightning",
     ): "tests/integrations/lightning/test_callback.py runs it",
     (
+        "docs/integrations.md",
+        "from lowdiff.integrations.accelerate",
+    ): "tests/integrations/accelerate/test_run.py runs it",
+    (
         "docs/sharded.md",
         "for block in model.blocks:",
     ): "examples/fsdp2_gpt.py, which a test runs, in short",
