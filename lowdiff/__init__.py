@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowdiff.checkpointer import Checkpointer
     from lowdiff.errors import LowDiffError
+    from lowdiff.persistence.versions.subscriber import Subscriber
     from lowdiff.recovery import RecoveredState, recover, register_optimizer
     from lowdiff.step.ddp_hook import comm_hook
     from lowdiff.tuner import Limits, Tuning
-    from lowdiff.types import Retention
+    from lowdiff.types import Publisher, Retention
 
 __all__ = [
     "Checkpointer",
     "Limits",
     "LowDiffError",
+    "Publisher",
     "RecoveredState",
     "Retention",
+    "Subscriber",
     "Tuning",
     "comm_hook",
     "recover",
@@ -34,8 +37,10 @@ _HOMES = {
     "Checkpointer": "lowdiff.checkpointer",
     "Limits": "lowdiff.tuner",
     "LowDiffError": "lowdiff.errors",
+    "Publisher": "lowdiff.types",
     "RecoveredState": "lowdiff.recovery",
     "Retention": "lowdiff.types",
+    "Subscriber": "lowdiff.persistence.versions.subscriber",
     "Tuning": "lowdiff.tuner",
     "comm_hook": "lowdiff.step.ddp_hook",
     "recover": "lowdiff.recovery",

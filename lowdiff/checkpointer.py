@@ -45,7 +45,7 @@ from lowdiff.step.ddp_hook import Average, HookState, registered
 from lowdiff.step.fsdp_hook import average_as_hsdp, register_group_hooks
 from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Retention, whole_number
+from lowdiff.types import Publisher, Retention, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +62,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         **writer_document(storage.writer.read_status()),
         **queue.figures(),
         **({} if opened.copies is None else opened.copies.figures()),
+        **({} if storage.publisher is None else storage.publisher.figures()),
         "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
@@ -227,6 +228,7 @@ class Checkpointer:
         on_hang: str = "save",
         copies: int = 1,
         node: str | None = None,
+        publish: Publisher | None = None,
     ) -> None:
         if is_url(run):
             raise ConfigError(
@@ -254,6 +256,7 @@ class Checkpointer:
             on_hang=on_hang,
             copies=copies,
             node=node,
+            publish=publish,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.files.paths import RunFolder, user_path
 from lowdiff.persistence.files.trust import shared_staging_root
-from lowdiff.persistence.store.client import ObjectStore
+from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Retention, whole_number
+from lowdiff.types import Publisher, Retention, whole_number
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
@@ -62,6 +62,7 @@ class Settings:
         on_hang: What a hang does once the state is saved: ``"save"`` waits on, ``"exit"`` ends the process.
         copies: On how many nodes what a rank stages lies in memory, its own included.
         node: Names the node of this rank; None: its machine and staging folder tell.
+        publish: How weights are published; None for not at all.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -86,6 +87,7 @@ class Settings:
     on_hang: str = "save"
     copies: int = 1
     node: str | None = None
+    publish: Publisher | None = None
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -131,6 +133,8 @@ class Settings:
                 "one exchange per step. Leave the compressor out, or call commit() after each "
                 "optimizer.step()"
             )
+        if self.publish is not None:
+            _refuse_publisher(self.publish, self)
         if not isinstance(self.store, str | None):
             raise ConfigError(f"store is the URL of an object store or None, got {self.store!r}")
         if self.store is not None:
@@ -180,6 +184,32 @@ class Settings:
     def folder(self) -> RunFolder:
         """Names inside the run folder."""
         return RunFolder(self.run)
+
+
+def _refuse_publisher(publisher: Publisher, settings: Settings) -> None:
+    """Check that a run can be published as its user wants.
+
+    Raises:
+        ConfigError: Saying what to change.
+    """
+    if not isinstance(publisher, Publisher):
+        raise ConfigError(f"publish is a lowdiff.Publisher or None, got {publisher!r}")
+    if settings.strategy == "survivors":
+        raise ConfigError(
+            'strategy="survivors" keeps no steps outside the trainers, so nobody could publish them; take '
+            'strategy="replica", or a compressor'
+        )
+    if publisher.durable and not settings.logs_steps:
+        raise ConfigError(
+            "publish durable=True waits until a step is on a disk, and a replica's run has few such steps; give a "
+            "compressor, or leave durable out"
+        )
+    if is_url(publisher.target):
+        ObjectStore(str(publisher.target), make=True)  # refuses what cannot work
+        return
+    target, run = user_path("publish target", publisher.target).absolute(), settings.run
+    if target == run or run in target.parents or target in run.parents:
+        raise ConfigError(f"the run folder {run} and the target {target} lie in one another; name another target")
 
 
 def module_names(imports: object) -> tuple[str, ...]:

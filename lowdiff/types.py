@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from lowdiff.errors import ConfigError
 
 #: Name of a torch dtype ("float32") -> bytes per element.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+#: Dtypes that weights may be rounded to when they are published.
+PUBLISHED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 Bits = npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.int64]
 
@@ -437,3 +441,49 @@ class Retention:
             return None
         step = last - last % self.every_steps
         return step if step >= max(first, 1) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """How the weights of a run are published, step by step, for those who serve them; see docs/publish.md.
+
+    Attributes:
+        target: Folder or URL of an object store, for this run alone.
+        dtype: Floating-point tensors are rounded to this dtype, as ``Tensor.to`` does; a ``torch.dtype`` or its name.
+            None leaves them as they are.
+        every: A version for each multiple of so many steps.
+        anchor_every: Every so-manieth version is an anchor, which holds all weights.
+        keep_anchors: So many anchors stay, with the versions after them.
+        names: Gives a tensor's name in the published weights for its name in ``model.state_dict()``, one to one; None
+            leaves it out. Called once for each tensor, in ``attach``.
+        durable: Whether a step is published once it is on a disk, instead of once it is committed. Needs a log.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    target: str | Path
+    dtype: Any = "bfloat16"
+    every: int = 1
+    anchor_every: int = 100
+    keep_anchors: int = 2
+    names: Callable[[str], str | None] | None = None
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("every", "anchor_every", "keep_anchors"):
+            if whole_number(f"publish {name}", getattr(self, name)) < 1:
+                raise ConfigError(f"publish {name} counts from 1, got {getattr(self, name)}")
+        if not isinstance(self.target, str | Path) or not str(self.target):
+            raise ConfigError(f"publish target is a folder or a URL, got {self.target!r}")
+        if self.dtype is not None and self.dtype_name not in PUBLISHED_DTYPES:
+            raise ConfigError(
+                f"publish dtype is one of {', '.join(PUBLISHED_DTYPES)}, or None, got {self.dtype!r}"
+            )
+        if self.names is not None and not callable(self.names):
+            raise ConfigError(f"publish names is a function of a name, got {self.names!r}")
+
+    @property
+    def dtype_name(self) -> str | None:
+        """The name of the dtype, without ``torch.``."""
+        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")

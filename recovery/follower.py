@@ -52,6 +52,7 @@ class Follower:
     Attributes:
         step: Step of the state; -1 before the first.
         incarnation: The incarnation that made the state.
+        newest: The newest step that the last `look` saw; -1 before.
         num_withdrawn: How many times the run had gone back behind the state, which then began anew.
     """
 
@@ -63,8 +64,9 @@ class Follower:
         options: ReplayOptions | None = None,
         durable: bool = False,
     ) -> None:
-        self.step = self.incarnation = -1
+        self.step = self.incarnation = self.newest = -1
         self.num_withdrawn = 0
+        self._catalog: Catalog | None = None
         self._roots = () if durable else (staging_to_read(staging),)
         self._options = options or ReplayOptions()
         self._state: RecoveredState | None = None
@@ -100,11 +102,21 @@ class Follower:
             raise StepNotFound(str(self._folder.root), None, (), "nothing was followed yet")
         return whole(self._state)
 
-    def look(self, every: int = 1) -> bool:
+    def is_lost(self, incarnation: int, step: int) -> bool:
+        """Return whether the run went back behind a step that an incarnation had made, as the last `look` saw it."""
+        catalog = self._catalog
+        if catalog is None or incarnation not in catalog.incarnations:
+            return False  # retention forgets old ones
+        return not any(
+            span.incarnation == incarnation and span.holds(step) for span in spans_of(catalog)
+        )
+
+    def look(self, every: int = 1, most: int | None = None) -> bool:
         """Go on to the newest step there is.
 
         Args:
             every: Only to multiples of this number of steps, where differentials lead there.
+            most: At most to the so-manieth next of them, where differentials lead there; None: to the last.
 
         Returns:
             Whether `step` is another one, perhaps an earlier one: a run goes back behind steps that were lost.
@@ -115,12 +127,13 @@ class Follower:
             ReplayMismatch: If the first steps do not replay.
         """
         every = max(1, whole_number("every", every))
+        most = None if most is None else max(1, whole_number("most", most))
         before = self.incarnation, self.step
         for look in range(1, _MOST_LOOKS + 1):
             try:
-                catalog = self._seen()
+                self._catalog = catalog = self._seen()
                 if catalog is not None:
-                    self._go_on(catalog, every)
+                    self._go_on(catalog, every, most)
                 break
             except DamagedFile:  # a trainer reuses its memory, and removes old snapshots
                 self._state = None
@@ -137,9 +150,10 @@ class Follower:
         except (NotARun, StepNotFound):
             return None
 
-    def _go_on(self, catalog: Catalog, every: int) -> None:
+    def _go_on(self, catalog: Catalog, every: int, most: int | None) -> None:
         state = self._state
-        if state is not None and not self._is_of_history(catalog):
+        is_known = self.incarnation in catalog.incarnations
+        if state is not None and (not is_known or self.is_lost(self.incarnation, self.step)):
             Code.RUN_WENT_BACK.warn(
                 f"the run went back behind step {self.step}; following its new history"
             )
@@ -149,17 +163,15 @@ class Follower:
         newest = max((s.step for s in usable_snapshots(catalog)), default=-1)
         if state is not None:
             steps = self._steps(catalog)
-            if newest <= self.step + len(steps):
-                last = self.step + len(steps)
-                self._replay(state, steps[: max(0, last - last % every - self.step)], catalog)
+            self.newest = max(newest, self.step + len(steps))
+            if self.newest == self.step + len(steps):
+                last = self.newest // every
+                if most is not None:
+                    last = min(last, self.step // every + most)
+                self._replay(state, steps[: max(0, last * every - self.step)], catalog)
                 return
         self._begin(catalog, newest, every)
-
-    def _is_of_history(self, catalog: Catalog) -> bool:
-        return any(
-            span.incarnation == self.incarnation and span.holds(self.step)
-            for span in spans_of(catalog)
-        )
+        self.newest = max(self.newest, self.step)
 
     def _steps(self, catalog: Catalog) -> tuple[PlannedStep, ...]:
         """Return the differentials that follow the state, up to the first that does not replay."""

@@ -14,6 +14,7 @@ from lowdiff.persistence.staging.status import WriterStatus
 _MEET_SECONDS = 60.0
 _FINISH_SECONDS = 600.0
 _ABANDON_SECONDS = 10.0
+_PUBLISH_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
 
@@ -61,6 +62,9 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             raise
         Code.WRITER_NOT_FINISHED.warn(error)
         return
+    publisher = session.queue.storage.publisher
+    if publisher is not None:
+        publisher.finish(_ABANDON_SECONDS if is_lenient else _PUBLISH_SECONDS)
     if is_last_snapshot:
         _remove_staging(opened, status)
 

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
+from lowdiff.attach.publish import publisher_of
 from lowdiff.attach.resume import Start, class_of, load_start
 from lowdiff.attach.together import recover_together
 from lowdiff.commit.agreement import Agreement, Health
@@ -75,6 +76,7 @@ from lowdiff.recovery.replay.optimizers import (
     settle_kernels,
 )
 from lowdiff.recovery.replay.proof import refuse_unbuildable
+from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState
@@ -398,6 +400,9 @@ def _begin(
         with ranks.together():
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
+            publisher = publisher_of(settings, fence, folder)
+            if publisher is not None:
+                undo.callback(publisher.stop)
             # A process takes half a second to start: memory is taken meanwhile.
             starting = beside.submit(
                 WriterProcess, _writer_settings(settings, ranks, fence, start, left), waiting
@@ -419,7 +424,7 @@ def _begin(
             )
             standby = _standby(settings, live, folder, memory)
             copies = _copies(settings, live, fence, ranks, memory, undo)
-            queue = _queue(settings, live, fence, memory, starting, undo)
+            queue = _queue(settings, live, fence, memory, starting, publisher, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
             meter.note({**past.facts, "elements": float(elements)})
@@ -521,6 +526,9 @@ def _copies(
             )
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
+            publisher = publisher_of(settings, fence, folder)
+            if publisher is not None:
+                undo.callback(publisher.stop)
             wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
     outgoing = None
@@ -585,20 +593,21 @@ def _queue(
     fence: Fence,
     memory: Memory,
     starting: Future[WriterProcess],
+    publisher: PublisherProcess | None,
     undo: ExitStack,
 ) -> StepQueue:
     """Make the queue of a writer that starts, and start the replica of a run without compression."""
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
-    writer = starting.result()
+    writer, rank, world_size = starting.result(), live.rank, live.world_size
     if settings.strategy == "survivors":
-        return SnapshotQueue(Storage(folder, writer, None, settings, live.rank, live.world_size))
+        return SnapshotQueue(Storage(folder, writer, None, settings, rank, world_size))
     log = _log(folder, fence, memory)
     if settings.logs_steps:
-        return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
+        return LogQueue(log, Storage(folder, writer, None, settings, rank, world_size, publisher))
     makes_images = live.attached.device.type == "cpu"
     replica = _replica(settings, live, log, makes_images=makes_images)
     undo.callback(replica.stop)
-    storage = Storage(folder, writer, replica, settings, live.rank, live.world_size)
+    storage = Storage(folder, writer, replica, settings, rank, world_size, publisher)
     return ReplicaQueue(log, storage, replica, makes_images=makes_images)
 
 

@@ -19,6 +19,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 
@@ -167,7 +168,7 @@ class Waiting(Protocol):
 
 
 class Storage:
-    """The writer of one rank and, with LowDiff+, its replica.
+    """The processes of one rank: its writer, with LowDiff+ its replica, and perhaps the run's publisher.
 
     Args:
         folder: The rank's staging folder.
@@ -176,8 +177,10 @@ class Storage:
         settings: Say what an error of storage is to do.
         rank: This rank.
         world_size: Number of ranks.
+        publisher: Publishes weights; one rank has it, if any.
 
     Attributes:
+        publisher: See above.
         counters: What training did and waited for.
         errors: What is wrong, and what the user has heard of it.
         page: What this rank tells its processes, and who watches the run.
@@ -194,7 +197,9 @@ class Storage:
         settings: Settings,
         rank: int,
         world_size: int,
+        publisher: PublisherProcess | None = None,
     ) -> None:
+        self.publisher = publisher
         self.folder = folder
         self.writer = writer
         self.settings = settings
@@ -308,7 +313,7 @@ class Storage:
             raise self.errors.failure([self.rank])
 
     def show(self, step: int, settled_step: int, *, preempted: bool = False) -> None:
-        """Tell the replica, and who watches the run, how far this rank is.
+        """Tell the replica, and who watches the run, how far this rank is; look after the publisher.
 
         Args:
             step: The newest staged step.
@@ -323,6 +328,8 @@ class Storage:
             committed_at_unix_seconds=at,
             preempted=preempted,
         )
+        if self.publisher is not None:
+            self.publisher.tend()
 
     def begin_anew(self, step: int) -> None:
         """Start the processes again, in a folder that was made anew, after ``step``."""
@@ -356,9 +363,11 @@ class Storage:
             self._replica.stop()
 
     def tend(self) -> None:
-        """Start a replica again that died, as every step does; a queue's `status` does so for a writer."""
+        """Start again what died, as every step does; a queue's `status` does so for a writer."""
         if self._replica is not None:
             self._replica.status()
+        if self.publisher is not None:
+            self.publisher.tend()
 
     def die(self, *, kills_processes: bool) -> None:
         """Leave the staging memory as it is, and its processes without their trainer.
@@ -366,7 +375,7 @@ class Storage:
         Args:
             kills_processes: Whether they are killed as well.
         """
-        for process in (self.writer, self._replica):
+        for process in (self.writer, self._replica, self.publisher):
             if process is not None:
                 (process.stop if kills_processes else process.orphan)()
 

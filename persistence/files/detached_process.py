@@ -67,6 +67,13 @@ class ProcessSettings:
         return json.dumps(asdict(self))
 
 
+_RESTARTED = {
+    "writer": Code.WRITER_RESTARTED,
+    "replica": Code.REPLICA_RESTARTED,
+    "publisher": Code.PUBLISHER_RESTARTED,
+}
+
+
 class DetachedProcess(subprocess.Popen[bytes]):
     """A process that may outlive us: dropping its handle while it runs is allowed."""
 
@@ -219,9 +226,8 @@ class Deaths:
             delay = self.count(how_it_ended(exit_code), done)
             when = f" in {delay:.0f} s" if delay else ""
             kind = self._name.removeprefix("the ")
-            code = Code.REPLICA_RESTARTED if kind == "replica" else Code.WRITER_RESTARTED
             facts: dict[str, Any] = {"exit_code": exit_code, f"{kind}_log": str(self._log)}
-            code.warn(f"{self._name} ended; starting another{when}", rank=self._rank, **facts)
+            _RESTARTED[kind].warn(f"{self._name} ended; starting another{when}", rank=self._rank, **facts)
         return self.started(done, start, at_once=at_once)
 
     def started(

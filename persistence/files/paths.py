@@ -323,6 +323,12 @@ class StagingFolder:
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
     replica_image = _File("replica.image")
+    #: Status page of the process that publishes weights; rank 0 has it.
+    publisher_status = _File("publisher")
+    #: Output of that process.
+    publisher_log = _File("publisher.log")
+    #: Published names, where the user gave them.
+    publisher_names = _File("publisher.names")
     #: Page of the rank's survivor: what it knows of a failure.
     survivor_status = _File("survivor")
     #: Page that says what was saved for the rank, by whichever survivor did.

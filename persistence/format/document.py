@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
-    """Write a JSON document: format version first, checksum last; see `replaced`."""
+    """Write a JSON document; see `json_bytes` and `replaced`."""
+    write_file(path, json_bytes(content), exclusive=exclusive)
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return a JSON document: format version first, checksum last."""
     document = {"format": FORMAT_VERSION, **content}
     checksum = crc32c(_canonical(document))
-    data = json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
-    write_file(path, data, exclusive=exclusive)
+    return json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a document of ``write_json``.
+    """Read a document of `write_json`.
 
     Raises:
         DamagedFile: If the file is not JSON of lowdiff or fails its checksum.

@@ -1,4 +1,4 @@
-"""Settings that the writer and the replica receive on their command lines."""
+"""Settings that writer, replica and publisher receive on their command lines."""
 
 from __future__ import annotations
 
@@ -113,5 +113,33 @@ class ReplicaSettings(ProcessSettings):
 
     @classmethod
     def from_json(cls, text: str) -> ReplicaSettings:
+        """Parse the text of ``to_json``."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSettings(ProcessSettings):
+    """Settings of the process that publishes weights.
+
+    Attributes:
+        target, dtype, every, anchor_every, keep_anchors, durable: Of `lowdiff.types.Publisher`.
+        has_names: Whether names are given, in `StagingFolder.publisher_names`.
+        imports, optimizers, scalar_state, import_path: As of a replica.
+    """
+
+    target: str
+    dtype: str | None
+    every: int
+    anchor_every: int
+    keep_anchors: int
+    durable: bool
+    has_names: bool
+    imports: tuple[str, ...] = ()
+    optimizers: tuple[Sequence[str], ...] = ()
+    scalar_state: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> PublisherSettings:
         """Parse the text of ``to_json``."""
         return cls(**json.loads(text))

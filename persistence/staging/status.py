@@ -139,6 +139,27 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PublisherStatus:
+    """Progress of the process that publishes weights.
+
+    Attributes:
+        version: The newest version that it published; 0 before the first.
+        step: Step of that version; -1 before.
+        versions: Versions that it published.
+        bytes: Bytes of their parts.
+        seconds: Time spent on them: to follow the run, to compare and to write.
+        error: Why nothing is published now; empty if all is well.
+    """
+
+    version: int = 0
+    step: int = -1
+    versions: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SurvivorStatus:
     """What a rank's survivor knows of a failure.
 
@@ -172,7 +193,12 @@ class SavedStatus:
 
 _Status = TypeVar(
     "_Status",
-    bound=WriterStatus | TrainerStatus | ReplicaStatus | SurvivorStatus | SavedStatus,
+    bound=WriterStatus
+    | TrainerStatus
+    | ReplicaStatus
+    | PublisherStatus
+    | SurvivorStatus
+    | SavedStatus,
 )
 
 
