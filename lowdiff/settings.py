@@ -209,7 +209,9 @@ def _refuse_publisher(publisher: Publisher, settings: Settings) -> None:
         return
     target, run = user_path("publish target", publisher.target).absolute(), settings.run
     if target == run or run in target.parents or target in run.parents:
-        raise ConfigError(f"the run folder {run} and the target {target} lie in one another; name another target")
+        raise ConfigError(
+            f"the run folder {run} and the target {target} lie in one another; name another target"
+        )
 
 
 def module_names(imports: object) -> tuple[str, ...]:

@@ -70,13 +70,13 @@ from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.writer.handle import WaitingWriter, WriterProcess
 from lowdiff.protocols import Reducer
+from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replay.optimizers import (
     is_registered,
     refuse_what_a_replica_lacks,
     settle_kernels,
 )
 from lowdiff.recovery.replay.proof import refuse_unbuildable
-from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState

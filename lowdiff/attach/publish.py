@@ -16,7 +16,8 @@ from lowdiff.persistence.versions.target import target_of
 from lowdiff.persistence.versions.writer import claim
 from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.publish.publishing import published_names
-from lowdiff.recovery.replay.optimizers import SCALAR_STATE, registrations
+from lowdiff.recovery.replay.optimizers import registrations
+from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.settings import Settings
 from lowdiff.types import Fence
 

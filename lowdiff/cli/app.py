@@ -14,6 +14,7 @@ from lowdiff.cli.follow import follow
 from lowdiff.cli.gc import gc
 from lowdiff.cli.inspect import inspect
 from lowdiff.cli.output import print_warnings, say
+from lowdiff.cli.publish import convert, publish, pull
 from lowdiff.cli.recover import recover
 from lowdiff.cli.timeline import timeline
 from lowdiff.cli.tune import plan, tune
@@ -134,6 +135,27 @@ app.command(
     "lowdiff follow runs/gpt --every 100 --out newest.safetensors\n\n"
     "lowdiff follow s3://bucket/gpt --json"
 )(follow)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff publish runs/gpt --to s3://bucket/gpt-weights\n\n"
+    "lowdiff publish runs/gpt --to /shared/weights --every 10 --names my_names:to_hf"
+)(publish)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff pull s3://bucket/gpt-weights --out model.safetensors\n\n"
+    "lowdiff pull /shared/weights --out model.safetensors --follow"
+)(pull)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff convert /shared/weights /shared/slime --to slime --follow\n\n"
+    "lowdiff convert trl-repo /shared/weights --from trl --to lowdiff"
+)(convert)
 
 
 app.command(

@@ -227,7 +227,9 @@ class Deaths:
             when = f" in {delay:.0f} s" if delay else ""
             kind = self._name.removeprefix("the ")
             facts: dict[str, Any] = {"exit_code": exit_code, f"{kind}_log": str(self._log)}
-            _RESTARTED[kind].warn(f"{self._name} ended; starting another{when}", rank=self._rank, **facts)
+            _RESTARTED[kind].warn(
+                f"{self._name} ended; starting another{when}", rank=self._rank, **facts
+            )
         return self.started(done, start, at_once=at_once)
 
     def started(

@@ -8,6 +8,7 @@ whole tensor is its coded values alone, and stored where it is smaller.
 from __future__ import annotations
 
 import struct
+from typing import cast
 
 import numpy as np
 
@@ -58,9 +59,8 @@ def apply(old: Tensor, change: bytes | memoryview) -> Tensor:
         raise BadEncoding("an empty change")
     bits = old.bits
     if data[0] == _WHOLE:
-        return Tensor(
-            old.dtype, old.shape, _codec.decode("planes", bits.dtype, bits.size, data[1:])
-        )
+        whole = _codec.decode("planes", bits.dtype, bits.size, data[1:])
+        return Tensor(old.dtype, old.shape, cast(Words, whole))
     if data[0] != _SPARSE or len(data) < _HEAD.size:
         raise BadEncoding(f"a change of kind {data[0]}")
     _, count, num_bytes = _HEAD.unpack_from(data)

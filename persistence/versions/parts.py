@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from lowdiff.errors import DamagedFile
@@ -49,3 +50,19 @@ def read_part(data: bytearray, place: str) -> Iterator[Piece]:
     for entry in header.entries:
         yield entry, view[offset : offset + entry.nbytes]
         offset += entry.nbytes
+
+
+def metadata_of(data: bytearray, place: str) -> dict[str, str]:
+    """Return what a safetensors file says of itself.
+
+    Raises:
+        DamagedFile: If it says nothing that is text.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        told = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise DamagedFile(place, "its header is no JSON") from error
+    if type(told) is not dict or not all(type(text) is str for text in told.values()):
+        raise DamagedFile(place, "its metadata is no text")
+    return told

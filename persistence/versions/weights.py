@@ -24,7 +24,12 @@ DTYPES: Mapping[str, str] = {
     "F8_E5M2": "float8_e5m2", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _CODES = {name: code for code, name in DTYPES.items()}
-_WORDS: Mapping[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_WORDS: Mapping[int, np.dtype[np.unsignedinteger[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 #: Integers of these widths view any tensor of torch.
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 

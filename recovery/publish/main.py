@@ -91,7 +91,9 @@ def _work(settings: PublisherSettings, page: StatusPage[PublisherStatus]) -> Non
                 if not publishing.error:
                     return
                 if time.monotonic() - gone_at > _LAST_SECONDS:
-                    Code.LAST_VERSION_LATE.warn(f"the last steps are not published: {publishing.error}")
+                    Code.LAST_VERSION_LATE.warn(
+                        f"the last steps are not published: {publishing.error}"
+                    )
                     return
                 time.sleep(_LOOK_SECONDS)
 

@@ -37,7 +37,9 @@ def published_names(keys: list[str], names: Naming) -> dict[str, str | None]:
         if name is None:
             continue
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"publish names({key!r}) is {name!r}; give a name, or None to leave it out")
+            raise ConfigError(
+                f"publish names({key!r}) is {name!r}; give a name, or None to leave it out"
+            )
         if name in seen:
             raise ConfigError(
                 f"publish names gives {name!r} to both {seen[name]!r} and {key!r}; names are one to one"
