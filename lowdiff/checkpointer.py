@@ -196,6 +196,8 @@ class Checkpointer:
             own alone.
         node: Names the node of this rank, where its machine and its staging folder do not tell: nodes
             that fail together, say.
+        publish: A ``lowdiff.Publisher``: a process of its own publishes the weights of every step, for those who
+            serve them (docs/publish.md). Rank 0's counts.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another

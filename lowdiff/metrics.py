@@ -41,6 +41,9 @@ _COUNTERS = {
     "batches": "Durable writes.",
     "writer_restarts": "Writer processes that died and were replaced.",
     "replica_restarts": "Replicas that died and were replaced.",
+    "published_versions": "Versions of the weights that were published.",
+    "published_bytes": "Bytes of published versions.",
+    "publisher_restarts": "Publishers that died and were replaced.",
 }
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
@@ -54,11 +57,14 @@ _GAUGES = {
     "replica_seconds_per_step": "Seconds that the replica takes to apply a step.",
     "replica_drift": "Largest difference of a parameter from the trainer's newest snapshot.",
     "queue_bytes": "Memory of the replica's queue.",
+    "published_step": "Step of the newest published version.",
+    "published_version": "Number of the newest published version.",
 }
 _FLAGS = {
     "writer_error": ("writer_in_trouble", "1 while the writer reports an error."),
     "remote_error": ("store_in_trouble", "1 while nothing reaches the store."),
     "replica_error": ("replica_in_trouble", "1 while the replica reports an error."),
+    "publisher_error": ("publisher_in_trouble", "1 while nothing is published."),
     "diverged_ranks": ("ranks_diverged", "1 once ranks held different parameters."),
     "preempted": ("preempted", "1 once SIGTERM or SIGUSR1 came to any rank."),
 }

@@ -170,6 +170,8 @@ class Waiting(Protocol):
 class Storage:
     """The processes of one rank: its writer, with LowDiff+ its replica, and perhaps the run's publisher.
 
+    Large because a queue asks here for all that lies behind it.
+
     Args:
         folder: The rank's staging folder.
         writer: Makes steps or images durable.

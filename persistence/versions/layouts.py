@@ -27,6 +27,7 @@ import zstandard
 
 from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.persistence.files.durable import fsync_directory, make_directory, replaced, write_file
+from lowdiff.persistence.files.paths import entries_of
 from lowdiff.persistence.format.image import ImageEntry
 from lowdiff.persistence.versions.changes import changed_positions
 from lowdiff.persistence.versions.parts import Piece, metadata_of, pieces_of, read_part
@@ -113,7 +114,7 @@ class Slime(Layout):
     _INDEX = "model.safetensors.index.json"
 
     def _numbers(self) -> list[int]:
-        names = os.listdir(self.folder) if self.folder.exists() else []
+        names = (path.name for path in entries_of(self.folder))
         return sorted(int(m[1]) for m in map(self._FOLDER.fullmatch, names) if m)
 
     def _newest(self) -> int:
@@ -191,11 +192,10 @@ class Trl(Layout):
     def _numbers(self) -> dict[int, Path]:
         found = {}
         for kind in ("anchors", "deltas"):
-            folder = self.folder / kind
-            for name in os.listdir(folder) if folder.exists() else []:
-                match = self._FILE.fullmatch(name)
+            for path in entries_of(self.folder / kind):
+                match = self._FILE.fullmatch(path.name)
                 if match:
-                    found[int(match[1])] = folder / name
+                    found[int(match[1])] = path
         return found
 
     def _newest(self) -> int:

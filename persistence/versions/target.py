@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lowdiff.errors import DamagedFile, StorageError, StoreError
 from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
-from lowdiff.persistence.files.paths import user_path
+from lowdiff.persistence.files.paths import entries_of, user_path
 from lowdiff.persistence.store.client import ObjectStore, is_url
 
 
@@ -84,12 +84,9 @@ class FolderTarget:
         """See `Target`."""
         found: dict[str, int] = {}
         try:
-            with os.scandir(self.folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            return {}
+            for path in entries_of(self.folder):
+                with suppress(FileNotFoundError):
+                    found[path.name] = path.lstat().st_size
         except OSError as error:
             raise StorageError(f"{self.folder} cannot be listed: {error}") from error
         return found
