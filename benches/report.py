@@ -174,6 +174,15 @@ REPORTED: dict[str, Reported] = {
             ),
             _of_summary(tables.of_sharded),
         ),
+        (
+            "publish",
+            "bench_publish",
+            "a version of the weights for every step",
+            lambda found: (
+                f"{100 * found['bytes_over_full_rl']:.2f} % of a whole file at learning rate 1e-6"
+            ),
+            _of_summary(tables.of_publish),
+        ),
     )
 }
 

@@ -439,3 +439,32 @@ def of_failures(found: Summary) -> str:
         f"{shown}\n\n{found['kills']} kills; the largest error is {error:.2f} "
         f"(target {verdict(error, 0.2, '0.2')})."
     )
+
+
+def of_publish(found: Summary) -> str:
+    """Table of ``bench_publish``."""
+
+    def row(label: str, end: str, target: str) -> list[str]:
+        return [
+            label,
+            percent(found[f"changed_share{end}"]),
+            f"{100 * found[f'bytes_over_full{end}']:.2f} %",
+            f"{found[f'publish_over_save{end}']:.2f}",
+            f"{found[f'apply_over_load{end}']:.2f}",
+            target,
+        ]
+
+    made = table(
+        ["a step", "values that changed", "bytes of a whole file", "time to publish, to save whole", "to follow, to load whole", "target"],
+        [
+            row("1 % moved by hand", "", verdict(100 * found["bytes_over_full"], 1.4, "1.4 %")),
+            row("AdamW, learning rate 1e-6", "_rl", ""),
+            row("AdamW, learning rate 3e-4", "_pretraining", ""),
+        ],
+    )  # fmt: skip
+    share = found["training_thread_share"]
+    return (
+        f"{made}\n\nTraining thread: {100 * share:.3f} % of a step ({verdict(share, 0.002, '0.2 %')}). A step beside the publisher, "
+        f"which works on the same cores: {percent(found['overhead_median'])} longer, at most {percent(found['overhead_upper95'])}; "
+        f"{found['versions_per_step']:.2f} versions a step."
+    )

@@ -39,7 +39,10 @@ NOT_RUN = {
     ): "tests/integrations/accelerate/test_run.py runs it",
     ("docs/publish.md", "publisher = "): "examples/rl_policy.py, which a test runs, in short",
     ("docs/publish.md", "for version in"): "examples/rl_policy.py, which a test runs, in short",
-    ("docs/publish.md", "lowdiff convert"): "tests/unit/persistence/versions/test_layouts.py converts",
+    (
+        "docs/publish.md",
+        "lowdiff convert",
+    ): "tests/unit/persistence/versions/test_layouts.py converts",
     (
         "docs/sharded.md",
         "for block in model.blocks:",
