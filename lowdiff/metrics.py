@@ -1,6 +1,6 @@
-"""A Checkpointer's counters for a Prometheus server: the extra ``lowdiff[metrics]``.
+"""A Checkpointer's counters where others look: at a Prometheus server, or beside the losses.
 
-::
+Prometheus, with the extra ``lowdiff[metrics]``; each scrape reads ``checkpointer.stats()``, in the scraping thread::
 
     import prometheus_client
     import lowdiff.metrics
@@ -8,15 +8,24 @@
     prometheus_client.REGISTRY.register(lowdiff.metrics.collector(checkpointer))
     prometheus_client.start_http_server(8000 + local_rank)
 
-Nothing is counted twice: each scrape reads ``checkpointer.stats()``, in the scraping thread.
+Anything with ``log(dict, step=...)``, such as a run of wandb, or `lowdiff.integrations.tensorboard.TensorBoard`::
+
+    watch = lowdiff.metrics.Watch(checkpointer, wandb.run)
+    for step in checkpointer.steps(until=10_000):
+        ...
+        watch.step()
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowdiff.errors import ConfigError
+from lowdiff.types import whole_number
+
+_PREFIX = "lowdiff/"
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -74,6 +83,75 @@ _HISTOGRAMS = {
     "lag_steps": "Steps committed but not durable, at each commit.",
     "batch_seconds": "Seconds that a durable write took, failed attempts included.",
 }
+
+
+class Logger(Protocol):
+    """Whoever takes figures by name; a run of wandb does."""
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> Any:
+        """Take the figures of a step."""
+        ...
+
+
+class Watch:
+    """Logs a Checkpointer's figures every few steps, on rank 0; on other ranks it does nothing.
+
+    Names are ``lowdiff/`` and as in ``Checkpointer.stats()``. Counters count since ``attach``, flags are 0 or 1, and of a
+    histogram such as ``stall_seconds`` it is the mean of what came since the last time.
+
+    Args:
+        checkpointer: Whose figures.
+        logger: Is given them by ``log(dict, step=...)``.
+        every: Steps between two times.
+
+    Raises:
+        ConfigError: If ``logger`` has no ``log``, or ``every`` is no number of steps.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, logger: Logger, *, every: int = 10) -> None:
+        if not callable(getattr(logger, "log", None)):
+            raise ConfigError(
+                f"logger is anything with log(dict, step=...), e.g. wandb.run, got {logger!r:.100}"
+            )
+        if whole_number("every", every) < 1:
+            raise ConfigError(f"every counts steps, at least 1, got {every}")
+        self._checkpointer, self._logger, self._every = checkpointer, logger, every
+        self._calls = 0
+        self._seen: dict[str, tuple[float, float]] = {}
+
+    def step(self, step: int | None = None) -> None:
+        """Count a step, and log if it is time; call it once in each step.
+
+        Args:
+            step: Its number, as the losses have it; None: the newest step that this rank knows to be committed.
+        """
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self.log(step)
+
+    def log(self, step: int | None = None) -> None:
+        """Log now; ``step`` as above."""
+        stats = self._checkpointer.stats()
+        if stats and stats["rank"] == 0:
+            values = {_PREFIX + name: value for name, value in self._figures(stats).items()}
+            self._logger.log(values, step=max(0, stats["committed_step"]) if step is None else step)
+
+    def _figures(self, stats: dict[str, Any]) -> dict[str, float]:
+        found = {
+            name: float(stats[name])
+            for name in (*_COUNTERS, *_GAUGES)
+            if stats.get(name) is not None
+        }
+        found |= {
+            name: float(bool(stats[key])) for key, (name, _) in _FLAGS.items() if key in stats
+        }
+        for name in _HISTOGRAMS:
+            total, count = stats[name]["sum"], stats[name]["buckets"][-1][1]
+            sum_before, count_before = self._seen.get(name, (0.0, 0))
+            if count > count_before:
+                found[name] = (total - sum_before) / (count - count_before)
+            self._seen[name] = (total, count)
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def collector(checkpointer: Checkpointer) -> Collector:

@@ -35,6 +35,10 @@ NOT_RUN = {
     ): "tests/integrations/lightning/test_callback.py runs it",
     (
         "docs/integrations.md",
+        "import lowdiff.metrics\nfrom lowdiff.integrations.tensorboard",
+    ): "tests/integrations/tensorboard/test_watching.py runs it",
+    (
+        "docs/integrations.md",
         "from lowdiff.integrations.accelerate",
     ): "tests/integrations/accelerate/test_run.py runs it",
     ("docs/publish.md", "publisher = "): "examples/rl_policy.py, which a test runs, in short",

@@ -25,7 +25,8 @@ FROM_ZERO = ("docs/getting_started.md", "examples/README.md")
 #: Modules of lowdiff whose names users may import; docs/architecture.md says so.
 PUBLIC = {
     *("compressors", "errors", "integrations", "metrics", "protocols", "recovery", "testing"),
-    *("integrations.accelerate", "integrations.lightning", "integrations.transformers", "types"),
+    *("integrations.accelerate", "integrations.lightning", "integrations.tensorboard"),
+    *("integrations.transformers", "types"),
 }
 
 
