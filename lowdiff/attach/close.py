@@ -114,8 +114,11 @@ def _abandon(opened: Opened) -> None:
 
 
 def release(opened: Opened) -> None:
-    """Let go of optimizer, process group and locks."""
+    """Let go of optimizer, process group, publisher and locks."""
     opened.session.detach()
+    publisher = opened.session.queue.storage.publisher
+    if publisher is not None:
+        publisher.orphan()
     if opened.copies is not None:
         opened.copies.close(removes=False)
     opened.ranks.close()

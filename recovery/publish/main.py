@@ -73,15 +73,16 @@ def _work(settings: PublisherSettings, page: StatusPage[PublisherStatus]) -> Non
             if not is_gone and newest == seen and time.monotonic() - looked_at < _LOOK_SECONDS:
                 gone_at = time.monotonic() if _is_trainer_gone(_POLL_SECONDS) else 0.0
                 continue
-            begun = looked_at = time.monotonic()
+            begun = time.monotonic()
             manifest = publishing.next()
+            looked_at = time.monotonic()
             if manifest is not None:
                 page.update(
                     version=manifest.version,
                     step=manifest.step,
                     versions=page.status.versions + 1,
                     bytes=page.status.bytes + sum(manifest.parts),
-                    seconds=page.status.seconds + time.monotonic() - begun,
+                    seconds=page.status.seconds + looked_at - begun,
                     error="",
                 )
                 continue
