@@ -27,7 +27,7 @@ from lowdiff.recovery.plan import (
     usable_snapshots,
 )
 from lowdiff.recovery.replay.replayer import ReplayOptions, replay
-from lowdiff.recovery.reshard import whole
+from lowdiff.recovery.reshard import whole_beside
 from lowdiff.recovery.search import carry_out
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import whole_number
@@ -98,9 +98,17 @@ class Follower:
         Raises:
             StepNotFound: If there is none yet.
         """
+        return whole_beside(self._own())
+
+    @property
+    def weights(self) -> RecoveredState:
+        """The same without what optimizers and averages keep, which takes less memory where there are shards."""
+        return whole_beside(self._own(), has_optimizers=False)
+
+    def _own(self) -> RecoveredState:
         if self._state is None:
             raise StepNotFound(str(self._folder.root), None, (), "nothing was followed yet")
-        return whole(self._state)
+        return self._state
 
     def is_lost(self, incarnation: int, step: int) -> bool:
         """Return whether the run went back behind a step that an incarnation had made, as the last `look` saw it."""

@@ -32,6 +32,30 @@ def whole(state: RecoveredState) -> RecoveredState:
     return whole_trained(state)
 
 
+def whole_beside(state: RecoveredState, *, has_optimizers: bool = True) -> RecoveredState:
+    """Put the shards of every tensor together, and leave the state as it is; tensors that are not divided are shared.
+
+    Memory: where there are shards, the state again.
+
+    Args:
+        state: It may be used on.
+        has_optimizers: Whether the result has what optimizers and averages keep.
+    """
+    return whole(
+        replace(
+            state,
+            parameters=dict(state.parameters),
+            optimizers=[
+                OptimizerState(o.groups, dict(o.state) if has_optimizers else {})
+                for o in state.optimizers
+            ],
+            items=[dict(items) for items in state.items],
+            residuals=[dict(residual) for residual in state.residuals],
+            averages={n: dict(v) for n, v in state.averages.items()} if has_optimizers else {},
+        )
+    )
+
+
 def whole_trained(state: RecoveredState) -> RecoveredState:
     """Put the shards of every trained tensor together; see `whole`."""
     layout = state.fence.layout

@@ -166,20 +166,21 @@ class Publishing:
         made = (follower.incarnation, follower.step)
         if follower.step < 0 or made == self._published:
             return None
-        writer = self._opened()
+        state = follower.weights
+        writer = self._opened(state.fence.run_id)
         if follower.incarnation != self._swept:
             writer.withdraw(lambda version: follower.is_lost(version.incarnation, version.step))
             self._swept = follower.incarnation
-        weights, aliases = weights_of(follower.state, self._dtype, self._publisher.names)
+        weights, aliases = weights_of(state, self._dtype, self._publisher.names)
         manifest = writer.publish(follower.step, follower.incarnation, weights, aliases)
         self._published, self._is_late = made, False
         return manifest
 
-    def _opened(self) -> VersionWriter:
+    def _opened(self, run_id: str) -> VersionWriter:
         if self._writer is None:
             self._writer = VersionWriter(
                 self._target,
-                self._follower.state.fence.run_id,
+                run_id,
                 anchor_every=self._publisher.anchor_every,
                 keep_anchors=self._publisher.keep_anchors,
                 wait_seconds=self._wait_seconds,

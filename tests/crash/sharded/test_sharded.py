@@ -14,7 +14,7 @@ from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
 from lowdiff.recovery.inspect.weights import recover_weights
-from tests.crash.sharded import beginning, loading, training
+from tests.crash.sharded import beginning, loading, publishing, training
 from tests.processes import Script
 from tests.unit.cli.commands import Command, command
 
@@ -262,3 +262,18 @@ def test_what_looks_at_a_run_takes_a_sharded_one(tmp_path: Path, command: Comman
     assert command("recover", run, "--as-run", branch, "--staging", staging).code == 0
     ended(life(tmp_path / "branched", 0, "uneven", "fused", 12, world_size=3))
     assert lines(tmp_path / "branched", 0)[0] == ["resumed", 9]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kind", ["uneven", "ddp", pytest.param("tp", marks=_SLOW)])
+def test_a_training_of_several_ranks_is_followed_and_published_whole(
+    tmp_path: Path, kind: str
+) -> None:
+    ranks = [
+        Script(publishing.main, rank, 2, tmp_path, kind, output=tmp_path / f"out.{rank}")
+        for rank in range(2)
+    ]
+    ended(ranks)
+    version = lowdiff.Subscriber(tmp_path / "target").newest()
+    assert version is not None
+    assert version.step == publishing.STEPS
