@@ -19,7 +19,7 @@ from tests.unit.persistence.s3_server import S3Server, running_server
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-STEPS = 400
+STEPS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def told(folder: Path, kind: str) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("place", ["folder", "s3"])
+@pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def test_the_sampler_has_the_trainers_bits_although_both_are_killed(
     tmp_path: Path, server: S3Server, place: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_the_sampler_has_the_trainers_bits_although_both_are_killed(
         assert process.wait(120) == 0, (tmp_path / f"{kind}.txt").read_text()[-3000:]
     trained, sampled = told(tmp_path, "train"), told(tmp_path, "sample")
     assert max(sampled) == max(trained) == STEPS
-    assert len(sampled) >= 5
+    assert len(sampled) >= 2
     assert {step: trained[step] for step in sampled if step} == {
         step: digest for step, digest in sampled.items() if step
     }
