@@ -26,6 +26,8 @@ FAMILY: dict[str, Compressor] = {
     "topk": TopK(0.05, dense_below=64),
     "topk bfloat16": TopK(0.05, dense_below=64, value_dtype=torch.bfloat16),
     "topk float16": TopK(0.05, dense_below=64, value_dtype=torch.float16),
+    "topk of 2 bits": TopK(0.05, dense_below=64, value_bits=2),
+    "topk of 4 bits warming up": TopK(0.01, dense_below=64, warmup=3, value_bits=4),
     "topk warming up": TopK(0.01, dense_below=64, warmup=3),
     "cyclic": CyclicTopK(0.05, dense_below=64),
     "randomk": RandomK(0.05, dense_below=64, seed=7),
