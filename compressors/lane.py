@@ -138,6 +138,13 @@ class Lane:
         dist.all_gather(shares, own, group=self._group)
         return shares
 
+    def gather_each(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return every rank's flat tensors of one dtype, in rank order; none is no exchange."""
+        if not tensors:
+            return [[] for _ in range(self.world_size)]
+        sizes = [tensor.numel() for tensor in tensors]
+        return [list(share.split(sizes)) for share in self.gather(torch.cat(list(tensors)))]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source``."""
         if self.world_size > 1:
