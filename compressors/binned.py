@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
 from lowdiff.compressors.feedback import is_used
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, pieces
 from lowdiff.compressors.settings import SparseSettings
+from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core.layout import INT_OF_BYTES, torch_dtype
 from lowdiff.errors import ReplayMismatch
-from lowdiff.protocols import Decoder
+from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
+
 
 def binned(values: torch.Tensor, value_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of some values, and the mean magnitude of each bin.
@@ -136,6 +139,17 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
 
     compressor: SparseSettings
     is_shared: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        compressor: SparseSettings,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
+    ) -> None:
+        super().__init__(compressor, layout, residual, group, peers)
+        self.selector = MagnitudeSelector()
 
     @abstractmethod
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

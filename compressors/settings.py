@@ -60,7 +60,7 @@ class SparseSettings(Settings):
                 f"density must be in (0, 1], got {self.density!r}; 0.01 keeps 1 % of the entries"
             )
         checked_size("dense_below", "elements", self.dense_below)
-        if self.value_bits is not None and self.value_bits not in _VALUE_BITS:
+        if self.value_bits not in (None, *_VALUE_BITS) or isinstance(self.value_bits, float):
             raise ConfigError(
                 f"value_bits is 2, 4 or None, got {self.value_bits!r}; None keeps the dtype of "
                 "values, and Quantize(8) sends every entry in 8 bits"

@@ -25,7 +25,7 @@ from lowdiff.compressors.settings import (
     half_width,
     refuse_other_half,
 )
-from lowdiff.compressors.sparse import IndexedDecoder, MagnitudeSelector, SparseReducer
+from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Decoder, Reducer, ResidualStore
 from lowdiff.types import Layout, Payload, Section
@@ -230,20 +230,9 @@ class BinnedTopKReducer(BinnedReducer):
 
     is_shared = False
 
-    def __init__(
-        self,
-        compressor: TopK,
-        layout: Layout,
-        residual: ResidualStore,
-        group: dist.ProcessGroup | None,
-        peers: Sequence[int] = (),
-    ) -> None:
-        super().__init__(compressor, layout, residual, group, peers)
-        self._selector = MagnitudeSelector()
-
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Choose this rank's largest entries; see ``BinnedReducer.choose``."""
-        return {i: self._selector.select(t, self.kept(t.numel())) for i, t in totals.items()}
+        return {i: self.selector.select(t, self.kept(t.numel())) for i, t in totals.items()}
 
     def position_sections(self, kept: Mapping[int, Sequence[Sent]], rank: int) -> list[Section]:
         """Return the positions that a rank chose; see ``BinnedReducer.position_sections``."""
