@@ -225,27 +225,26 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         self, own: Mapping[int, Sent], whole: Mapping[int, torch.Tensor]
     ) -> list[dict[int, Sent]]:
         """Return what every rank sent, and overwrite tensors that are exchanged whole."""
-        size = self.lane.world_size
-        numbers = self.lane.gather_each(
-            [*(sent.means for sent in own.values()), *(values / size for values in whole.values())]
-        )
-        codes = self.lane.gather_each(
-            [packed(sent.codes, self.value_bits) for sent in own.values()]
-        )
-        positions = [[sent.positions for sent in own.values()]] * size
-        if not self.is_shared:
-            positions = self.lane.gather_each([sent.positions.int() for sent in own.values()])
-        for n, values in enumerate(whole.values(), start=len(own)):
+        parts = [values / self.lane.world_size for values in whole.values()]
+        for sent in own.values():
+            parts += [packed(sent.codes, self.value_bits), sent.means]
+            if not self.is_shared:
+                parts.append(sent.positions.int())
+        for values in whole.values():
             values.zero_()
-            for of_rank in numbers:
-                values.add_(of_rank[n])
-        return [
-            {
-                i: Sent(where[n], unpacked(what[n], self.value_bits, where[n].numel()), means[n])
-                for n, i in enumerate(own)
-            }
-            for where, what, means in zip(positions, codes, numbers, strict=True)
-        ]
+        everyone = []
+        for of_rank in self.lane.gather_each(parts):
+            unread = iter(of_rank)
+            for values in whole.values():
+                values.add_(next(unread))
+            found = {}
+            for i, sent in own.items():
+                codes, means = next(unread), next(unread)
+                positions = sent.positions if self.is_shared else next(unread)
+                count = positions.numel()
+                found[i] = Sent(positions, unpacked(codes, self.value_bits, count), means)
+            everyone.append(found)
+        return everyone
 
     def rebuilt(self, parameter: int, held: _Held, share: slice) -> torch.Tensor:
         """See ``RepresentedReducer``."""

@@ -139,11 +139,21 @@ class Lane:
         return shares
 
     def gather_each(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return every rank's flat tensors of one dtype, in rank order; none is no exchange."""
-        if not tensors:
-            return [[] for _ in range(self.world_size)]
-        sizes = [tensor.numel() for tensor in tensors]
-        return [list(share.split(sizes)) for share in self.gather(torch.cat(list(tensors)))]
+        """Return every rank's flat tensors, in rank order, gathered at once.
+
+        Args:
+            tensors: Of any dtypes; sizes and dtypes must be equal on all ranks.
+        """
+        sizes = [tensor.nbytes for tensor in tensors]
+        shares = self.gather(torch.cat([tensor.view(torch.uint8) for tensor in tensors]))
+        # Copies, because numbers may be unaligned in what all ranks sent.
+        return [
+            [
+                part.clone().view(tensor.dtype)
+                for part, tensor in zip(share.split(sizes), tensors, strict=True)
+            ]
+            for share in shares
+        ]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source``."""
