@@ -208,8 +208,9 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         self, parameter: int, gradient: torch.Tensor, total: torch.Tensor, chosen: torch.Tensor
     ) -> Sent:
         """Return what this rank sends of a parameter, and leave the rest in the residual."""
-        used = is_used(gradient)
-        values = total.index_select(0, chosen) if used else total.new_zeros(chosen.numel())
+        values = total.index_select(0, chosen)
+        if not is_used(gradient):
+            values.zero_()
         codes, exact = binned(values, self.value_bits)
         means = exact.to(gradient.dtype)
         # A rank that chooses by itself chooses the largest entries: if these are finite, all are.
@@ -218,7 +219,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         # step.
         hidden = total.sum(dtype=torch.float64) * 0 if self.is_shared else 0.0
         sent = restored(codes, means)
-        self.feedback.sent_at(parameter, chosen if used else None, sent, is_finite=is_finite)
+        self.feedback.sent_at(parameter, chosen, sent, is_finite=is_finite)
         return Sent(chosen, codes, (means + hidden) / self.lane.world_size)
 
     def _gather(

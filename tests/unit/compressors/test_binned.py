@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.compressors import CyclicTopK, RandomK, TopK
-from lowdiff.compressors.binned import binned, num_bins, packed, restored, unpacked
+from lowdiff.compressors.binned import Sent, add, binned, num_bins, packed, restored, unpacked
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.core.layout import layout_of
@@ -142,6 +142,16 @@ def test_codes_are_packed_without_gaps(numbers: list[int], value_bits: int) -> N
     mask = (1 << value_bits) - 1
     assert [word >> (value_bits * i) & mask for i in range(len(numbers))] == codes.tolist()
     assert torch.equal(unpacked(whole, value_bits, len(numbers)), codes)
+
+
+def test_values_are_added_in_rank_order_in_any_range() -> None:
+    position, code = torch.tensor([7]), torch.tensor([0], dtype=torch.uint8)
+    sent = [Sent(position, code, torch.tensor([mean, 0.0])) for mean in (1e8, -1e8, 1.0)]
+    for first, last in [(0, 20), (7, 8), (3, 9)]:
+        out = torch.zeros(last - first)
+        add(sent, first, out)
+        assert out.nonzero().tolist() == [[7 - first]]
+        assert out[7 - first] == 1.0, "another order rounds the 1.0 away"
 
 
 # Error feedback
