@@ -60,6 +60,7 @@ _MAPPED_BYTES = 64 << 10
 OURS: dict[str, Compressor] = {
     "topk 1 %": TopK(_DENSITY),
     "topk 1 % bfloat16": TopK(_DENSITY, value_dtype=torch.bfloat16),
+    "topk 3 % 2 bits": TopK(3 * _DENSITY, value_bits=2),
     "cyclic topk 1 %": CyclicTopK(_DENSITY),
     "randomk 1 %": RandomK(_DENSITY),
     "powersgd 4": PowerSGD(4),

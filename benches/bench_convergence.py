@@ -48,6 +48,7 @@ ARMS: dict[str, Compressor | None] = {
     "topk 1 %": TopK(0.01),
     "topk 1 % bfloat16": TopK(0.01, value_dtype=torch.bfloat16),
     "topk 1 % warm-up": TopK(0.01, warmup=100),
+    "topk 3 % 2 bits": TopK(0.03, value_bits=2),
     "cyclic topk 1 %": CyclicTopK(0.01),
     "randomk 1 %": RandomK(0.01),
     "powersgd 4": PowerSGD(4),

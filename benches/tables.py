@@ -218,6 +218,7 @@ _WRITTEN = {
     "topk_1": "`TopK(0.01)`",
     "topk_1_bfloat16": "`TopK(0.01, value_dtype=torch.bfloat16)`",
     "topk_1_warm-up": "`TopK(0.01, warmup=100)`",
+    "topk_3_2_bits": "`TopK(0.03, value_bits=2)`",
     "cyclic_topk_1": "`CyclicTopK(0.01)`",
     "randomk_1": "`RandomK(0.01)`",
     "powersgd_4": "`PowerSGD(4)`",

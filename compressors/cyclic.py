@@ -9,10 +9,18 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.binned import (
+    BinnedReducer,
+    Sent,
+    binned_decoder,
+    positions_section,
+    stored_positions,
+)
+from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.settings import SparseSettings
-from lowdiff.compressors.sparse import IndexedDecoder, SharedReducer
-from lowdiff.protocols import Decoder, ResidualStore
-from lowdiff.types import Layout, Payload
+from lowdiff.compressors.sparse import IndexedDecoder, MagnitudeSelector, SharedReducer
+from lowdiff.protocols import Decoder, Reducer, ResidualStore
+from lowdiff.types import Layout, Payload, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,10 @@ class CyclicTopK(SparseSettings):
     Attributes:
         density: Share of entries kept, in (0, 1].
         dense_below: Parameters with fewer elements are exchanged whole.
+        value_bits: 2 or 4 sends and stores a value as its sign and one of 2 or 8 magnitude bins,
+            and error feedback keeps the difference. Codes are not averaged: each rank receives
+            those of all ranks, and stores ``k`` codes of its own and ``k / world_size`` positions.
+            None keeps the dtype.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -46,12 +58,21 @@ class CyclicTopK(SparseSettings):
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
-    ) -> CyclicTopKReducer:
+    ) -> Reducer:
         """Make the reducer of one run."""
+        if self.value_bits is not None:
+            return BinnedCyclicTopKReducer(self, layout, residual, group, peers)
         return CyclicTopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Return a decoder that assigns each rank's share of the entries."""
+        """Return a decoder that assigns each rank's share of the entries.
+
+        With ``value_bits``, it adds what the ranks sent at the positions that they share.
+        """
+        if self.value_bits is not None:
+            shares = [stored_positions(payload, layout) for payload in payloads]
+            joined = {i: torch.cat([own[i] for own in shares if i in own]) for i in shares[0]}
+            return binned_decoder(payloads, layout, self.value_bits, [joined] * len(payloads))
         return IndexedDecoder(payloads, layout)
 
 
@@ -60,16 +81,44 @@ class CyclicTopKReducer(SharedReducer):
 
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Choose the largest entries of this step's leader; see ``SharedReducer.choose``."""
-        if not totals:
-            return {}
         counts = [self.kept(total.numel()) for total in totals.values()]
-        leader = self.step % self.world_size
-        if self.rank == leader:
-            chosen = torch.cat(
-                [self.selector.select(t, k) for t, k in zip(totals.values(), counts, strict=True)]
-            ).int()
-        else:
-            device = next(iter(totals.values())).device
-            chosen = torch.empty(sum(counts), dtype=torch.int32, device=device)
-        self.lane.broadcast(chosen, leader)
-        return dict(zip(totals, chosen.long().split(counts), strict=True))
+        return _largest_of_leader(totals, counts, self.step, self.lane, self.selector)
+
+
+class BinnedCyclicTopKReducer(BinnedReducer):
+    """CyclicTopK with values in few bits, bound to one run; each rank stores its share of positions."""
+
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Choose the largest entries of this step's leader; see ``BinnedReducer.choose``."""
+        counts = [self.kept(total.numel()) for total in totals.values()]
+        return _largest_of_leader(totals, counts, self.step, self.lane, self.selector)
+
+    def position_sections(self, kept: Mapping[int, Sequence[Sent]], rank: int) -> list[Section]:
+        """Return a rank's share of the positions; see ``BinnedReducer.position_sections``."""
+        shares = {}
+        for i, sent in kept.items():
+            chosen = sent[rank].positions
+            shares[i] = chosen[slice(*share(chosen.numel(), rank, self.lane.world_size))]
+        return [positions_section(self.layout, shares)]
+
+
+def _largest_of_leader(
+    totals: Mapping[int, torch.Tensor],
+    counts: Sequence[int],
+    step: int,
+    lane: Lane,
+    selector: MagnitudeSelector,
+) -> dict[int, torch.Tensor]:
+    """Return the positions of the largest entries of the step's leader, the same on all ranks."""
+    if not totals:
+        return {}
+    leader = step % lane.world_size
+    if lane.rank == leader:
+        chosen = torch.cat(
+            [selector.select(t, k) for t, k in zip(totals.values(), counts, strict=True)]
+        ).int()
+    else:
+        device = next(iter(totals.values())).device
+        chosen = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    lane.broadcast(chosen, leader)
+    return dict(zip(totals, chosen.long().split(list(counts)), strict=True))

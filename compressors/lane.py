@@ -138,6 +138,23 @@ class Lane:
         dist.all_gather(shares, own, group=self._group)
         return shares
 
+    def gather_each(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return every rank's flat tensors, in rank order, gathered at once.
+
+        Args:
+            tensors: Of any dtypes; sizes and dtypes must be equal on all ranks.
+        """
+        sizes = [tensor.nbytes for tensor in tensors]
+        shares = self.gather(torch.cat([tensor.view(torch.uint8) for tensor in tensors]))
+        # Copies, because numbers may be unaligned in what all ranks sent.
+        return [
+            [
+                part.clone().view(tensor.dtype)
+                for part, tensor in zip(share.split(sizes), tensors, strict=True)
+            ]
+            for share in shares
+        ]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source``."""
         if self.world_size > 1:

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.binned import BinnedReducer, Sent, binned_decoder
 from lowdiff.compressors.entries import StoredEntries
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import pieces, shared_parts
+from lowdiff.compressors.sections import listed, pieces, shared_parts
 from lowdiff.compressors.settings import SparseSettings, checked_seed
 from lowdiff.compressors.sparse import IndexedDecoder, SharedReducer
 from lowdiff.core.layout import bits
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Reducer, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
 
@@ -40,6 +41,9 @@ class RandomK(SparseSettings):
         density: Share of entries kept, in (0, 1].
         dense_below: Parameters with fewer elements are exchanged whole.
         seed: Seed of the positions.
+        value_bits: 2 or 4 sends and stores a value as its sign and one of 2 or 8 magnitude bins,
+            and error feedback keeps the difference. Codes are not averaged: each rank receives
+            those of all ranks, and stores ``k`` codes of its own. None keeps the dtype.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -58,12 +62,20 @@ class RandomK(SparseSettings):
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
-    ) -> RandomKReducer:
+    ) -> Reducer:
         """Make the reducer of one run."""
+        if self.value_bits is not None:
+            return BinnedRandomKReducer(self, layout, residual, group, peers)
         return RandomKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Return a decoder that draws the positions again and assigns the ranks' stored values."""
+        """Return a decoder that draws the positions again and assigns the ranks' stored values.
+
+        With ``value_bits``, it adds what the ranks sent.
+        """
+        if self.value_bits is not None:
+            where = [self._drawn_for(payload, layout) for payload in payloads]
+            return binned_decoder(payloads, layout, self.value_bits, where)
         indexed = IndexedDecoder(payloads, layout)
         drawn = shared_parts(
             "drawn", payloads, layout, lambda i: self.kept(layout.parameters[i].numel)
@@ -92,6 +104,21 @@ class RandomK(SparseSettings):
 
         return decode
 
+    def drawn(self, step: int, parameter: int, numel: int) -> torch.Tensor:
+        """Return all positions that are drawn of a parameter in a step, int64 ``[kept]``."""
+        k = self.kept(numel)
+        return torch.from_numpy(positions(self.seed, step, parameter, numel, k, np.arange(k)))
+
+    def _drawn_for(self, payload: Payload, layout: Layout) -> dict[int, torch.Tensor]:
+        """Return the positions of the codes in a payload, by layout index."""
+        step = payload.section("step")
+        if step is None or step.data.size != 1:
+            return {}
+        return {
+            i: self.drawn(int(step.data[0]), i, layout.parameters[i].numel)
+            for i in listed("binned", payload, layout)
+        }
+
 
 class RandomKReducer(SharedReducer):
     """RandomK bound to one run."""
@@ -100,21 +127,39 @@ class RandomKReducer(SharedReducer):
 
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Draw the positions from seed, step and parameter; see ``SharedReducer.choose``."""
-        chosen = {}
-        for i, total in totals.items():
-            n, k = total.numel(), self.kept(total.numel())
-            drawn = positions(self.compressor.seed, self.step, i, n, k, np.arange(k))
-            chosen[i] = torch.from_numpy(drawn).to(total.device)
-        return chosen
+        return {
+            i: self.compressor.drawn(self.step, i, total.numel()).to(total.device)
+            for i, total in totals.items()
+        }
 
     def sections(self, stored: StoredEntries) -> list[Section]:
         """Return values, without the positions that were drawn; see ``SparseReducer.sections``."""
         drawn = stored.as_selected()
         sections = stored.sections(besides=drawn)
         if drawn:
-            step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
-            sections += [step, *pieces("drawn", self.layout, drawn)]
+            sections += [_step_section(self.step), *pieces("drawn", self.layout, drawn)]
         return sections
+
+
+class BinnedRandomKReducer(BinnedReducer):
+    """RandomK with values in few bits, bound to one run."""
+
+    compressor: RandomK
+
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Draw the positions from seed, step and parameter; see ``BinnedReducer.choose``."""
+        return {
+            i: self.compressor.drawn(self.step, i, total.numel()).to(total.device)
+            for i, total in totals.items()
+        }
+
+    def position_sections(self, kept: Mapping[int, Sequence[Sent]], rank: int) -> list[Section]:
+        """Return the step; the positions are drawn again; see ``BinnedReducer.position_sections``."""
+        return [_step_section(self.step)]
+
+
+def _step_section(step: int) -> Section:
+    return Section("step", "raw", np.array([step], dtype=np.uint64))
 
 
 def positions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,7 @@ from lowdiff.core.layout import dtype_name
 from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import Layout
 
+_VALUE_BITS = (2, 4)
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,6 +42,8 @@ class SparseSettings(Settings):
     Attributes:
         density: Share of entries kept, in (0, 1].
         dense_below: Parameters with fewer elements are exchanged whole.
+        value_bits: 2 or 4 sends and stores a value as its sign and one of 2 or 8 magnitude bins,
+            and error feedback keeps the difference; see `compressors.binned`. None keeps the dtype.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -48,6 +51,7 @@ class SparseSettings(Settings):
 
     density: float
     dense_below: int = 1024
+    value_bits: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.density, Real) and not isinstance(self.density, bool)
@@ -56,6 +60,11 @@ class SparseSettings(Settings):
                 f"density must be in (0, 1], got {self.density!r}; 0.01 keeps 1 % of the entries"
             )
         checked_size("dense_below", "elements", self.dense_below)
+        if self.value_bits not in (None, *_VALUE_BITS) or isinstance(self.value_bits, float):
+            raise ConfigError(
+                f"value_bits is 2, 4 or None, got {self.value_bits!r}; None keeps the dtype of "
+                "values, and Quantize(8) sends every entry in 8 bits"
+            )
 
     def density_at(self, step: int | None) -> float:
         """Return the density of a step, counted from 1; None stands for any step after a warm-up."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.binned import (
+    BinnedReducer,
+    Sent,
+    binned_decoder,
+    positions_section,
+    stored_positions,
+)
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
@@ -19,8 +26,9 @@ from lowdiff.compressors.settings import (
     refuse_other_half,
 )
 from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
-from lowdiff.protocols import Decoder, ResidualStore
-from lowdiff.types import Layout, Payload
+from lowdiff.errors import ConfigError
+from lowdiff.protocols import Decoder, Reducer, ResidualStore
+from lowdiff.types import Layout, Payload, Section
 
 #: Density at the start of a warm-up.
 _WARMUP_DENSITY = 0.25
@@ -47,9 +55,13 @@ class TopK(SparseSettings):
             this dtype before the optimizer sees it, which saves 2 bytes per stored float32 entry.
             None does not round.
         warmup: Steps during which the density falls exponentially from 0.25 to ``density``.
+        value_bits: 2 or 4 sends and stores a value as its sign and one of 2 or 8 magnitude bins,
+            and error feedback keeps the difference. Then a rank sends 4 bytes and so many bits an
+            entry, stores both before coding, and holds what all ranks sent until the next step.
+            None keeps the dtype.
 
     Raises:
-        ConfigError: If a setting is out of range.
+        ConfigError: If a setting is out of range, or values are both rounded and binned.
     """
 
     name: ClassVar[str] = "topk"
@@ -61,6 +73,11 @@ class TopK(SparseSettings):
         checked_size("warmup", "steps", self.warmup)
         if self.value_dtype is not None:
             object.__setattr__(self, "value_dtype", half_width("value_dtype", self.value_dtype))
+        if self.value_dtype is not None and self.value_bits is not None:
+            raise ConfigError(
+                f"value_bits={self.value_bits} leaves nothing for value_dtype={self.narrow} to "
+                "round; leave out one of them"
+            )
 
     def density_at(self, step: int | None) -> float:
         """See ``SparseSettings.density_at``."""
@@ -85,12 +102,20 @@ class TopK(SparseSettings):
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
-    ) -> TopKReducer:
+    ) -> Reducer:
         """Make the reducer of one run."""
+        if self.value_bits is not None:
+            return BinnedTopKReducer(self, layout, residual, group, peers)
         return TopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap."""
+        """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap.
+
+        With ``value_bits``, it adds what the ranks sent.
+        """
+        if self.value_bits is not None:
+            positions = [stored_positions(payload, layout) for payload in payloads]
+            return binned_decoder(payloads, layout, self.value_bits, positions)
         return IndexedDecoder(payloads, layout, self.narrow)
 
     @property
@@ -198,3 +223,17 @@ class TopKReducer(SparseReducer):
         total = self.feedback.total(parameter, gradient)
         chosen = self.selector.select(total, k)
         return chosen, self.send(parameter, gradient, total, chosen, are_largest=True)
+
+
+class BinnedTopKReducer(BinnedReducer):
+    """TopK with values in few bits, bound to one run."""
+
+    is_shared = False
+
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Choose this rank's largest entries; see ``BinnedReducer.choose``."""
+        return {i: self.selector.select(t, self.kept(t.numel())) for i, t in totals.items()}
+
+    def position_sections(self, kept: Mapping[int, Sequence[Sent]], rank: int) -> list[Section]:
+        """Return the positions that a rank chose; see ``BinnedReducer.position_sections``."""
+        return [positions_section(self.layout, {i: s[rank].positions for i, s in kept.items()})]

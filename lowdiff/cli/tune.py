@@ -184,6 +184,10 @@ def plan(
             help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
         ),
     ] = 0.01,
+    value_bits: Annotated[
+        int | None,
+        Option(metavar="BITS", help="Bits of a value that TopK keeps, 2 or 4, instead of 32."),
+    ] = None,
     step_time: Annotated[
         str | None, Option(metavar="TIME", help="One training step, e.g. 5s.")
     ] = None,
@@ -272,6 +276,7 @@ def plan(
         params=units.count(params),
         optimizer=optimizer,
         density=density,
+        value_bits=value_bits,
         gpus=gpus,
         step_seconds=ASSUMED_STEP_SECONDS if step_time is None else units.seconds(step_time),
         disk_bytes_per_second=units.bytes_per_second(disk),

@@ -322,9 +322,10 @@ def question_of_plan(
             f"{assumptions.copies_overhead_share:.1%} of a step; give --copies-overhead"
         )
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
+    bits = "" if job.value_bits is None else f", value_bits={job.value_bits}"
     return Question(
         title=(
-            f"{job.params:.3g} parameters, {job.optimizer}, TopK({job.density:g}), on "
+            f"{job.params:.3g} parameters, {job.optimizer}, TopK({job.density:g}{bits}), on "
             f"{job.gpus:,} GPUs"
         ),
         costs=measured.costs,

@@ -13,7 +13,7 @@ from tests.crash.pool import Pool
 
 STEPS = 11
 #: The others run with the slow tests.
-FAST = {("8 bits", 1)}
+FAST = {("8 bits", 1), ("topk of 2 bits", 2)}
 CASES = [
     pytest.param(
         name, size, marks=[] if (name, size) in FAST else pytest.mark.slow, id=f"{name}, {size}"
@@ -59,7 +59,15 @@ QUICK = {
     ("several_backward_passes", "cast to bfloat16"),
     ("nan_gradients", "randomk"),
 }
-REPRESENTATIVES = ("powersgd", "8 bits", "cast to bfloat16", "topk bfloat16", "cyclic", "randomk")
+REPRESENTATIVES = (
+    "powersgd",
+    "8 bits",
+    "cast to bfloat16",
+    "topk bfloat16",
+    "topk of 2 bits",
+    "cyclic",
+    "randomk",
+)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,8 @@ def generate(seed: int) -> Loop:
     density = ("density", pick({0.01: 1, 0.05: 2, 0.2: 2})), ("dense_below", pick({16: 2, 1024: 1}))
     compressor = pick(
         {
-            ("TopK", density): 45,
+            ("TopK", density): 37,
+            ("TopK", (*density, ("value_bits", pick({2: 1, 4: 1})))): 8,
             ("RandomK", density): 8,
             ("CyclicTopK", density): 8,
             ("PowerSGD", (("matrix_rank", 2), ("dense_below", 64))): 8,

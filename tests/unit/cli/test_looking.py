@@ -36,7 +36,10 @@ def test_inspect_prints_a_table(command: Command, trained: Trained) -> None:
     assert rows[0] == str(trained.run)
     assert "model 2,449 elements in 6 parameters" in rows
     assert "optimizer AdamW" in rows
-    assert "compressor topk(density=0.1, dense_below=64, value_dtype=None, warmup=0)" in rows
+    assert (
+        "compressor topk(density=0.1, dense_below=64, value_bits=None, value_dtype=None, warmup=0)"
+        in rows
+    )
     assert "ranks 1, 1 incarnation" in rows
     assert "recoverable steps 0 to 12" in rows
     assert any(row.startswith("snapshots 0, 5, 10, 12 (") for row in rows)

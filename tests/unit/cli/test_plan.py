@@ -43,6 +43,15 @@ def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Pa
     assert list(page.parent.iterdir()) == [page]
 
 
+def test_a_plan_counts_values_in_few_bits(command: Command) -> None:
+    usual = json.loads(command(*PLAN, "--json").out)
+    result = command(*PLAN, "--value-bits", "2", "--json")
+    fewer = json.loads(result.out)
+    assert "TopK(0.01, value_bits=2)" in fewer["title"]
+    name = "differential_bytes"
+    assert 0.25 < fewer["estimates"][name]["median"] / usual["estimates"][name]["median"] < 0.35
+
+
 def test_a_plan_says_what_it_assumed(command: Command) -> None:
     def assumed(*given: str) -> tuple[list[str], str]:
         document = json.loads(command(*PLAN, "--json", *given).out)
@@ -244,6 +253,7 @@ def test_nodes_are_another_way_to_say_how_many_gpus_are_on_each(command: Command
         ("--survivors-overhead", "inf", "the overhead of survivors is a share"),
         ("--optimizer", "adamv", "optimizer is one of"),
         ("--density", "2", "density must be in"),
+        ("--value-bits", "3", "value_bits is 2, 4 or None, got 3; None is float32"),
         ("--disk", "2GB", "is not a rate"),
         ("--params", "many", "is not a number"),
         ("--mtbf", "30s", "the job cannot progress"),

@@ -122,6 +122,8 @@ def test_the_warm_start_finds_the_best_approximation() -> None:
         TopK(0.01),  # fewer entries than overflow
         TopK(0.5),
         TopK(0.5, value_dtype=torch.bfloat16),
+        TopK(0.5, value_bits=2),
+        TopK(0.01, value_bits=4),
     ],
     ids=str,
 )

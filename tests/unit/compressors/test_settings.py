@@ -29,7 +29,13 @@ def test_settings_rebuild_an_equal_compressor() -> None:
     compressor: Compressor = TopK(density=0.25, dense_below=7)
     assert (compressor.name, compressor.settings()) == (
         "topk",
-        {"density": 0.25, "dense_below": 7, "value_dtype": None, "warmup": 0},
+        {
+            "density": 0.25,
+            "dense_below": 7,
+            "value_bits": None,
+            "value_dtype": None,
+            "warmup": 0,
+        },
     )
     assert from_settings(compressor.name, compressor.settings()) == compressor
     assert TopK(density=0.25).settings()["dense_below"] == 1024
@@ -73,6 +79,19 @@ def test_a_density_outside_of_0_to_1(kind: Callable[..., Any], density: float) -
         (lambda: from_settings("randomk", {"density": 0.1, "seed": 0.5}), "seed must be an int"),
         (lambda: TopK(0.1, warmup=-3), "warmup counts steps, got -3"),
         (lambda: TopK(0.1, value_dtype=torch.float32), "value_dtype is torch.bfloat16 or"),
+        (
+            lambda: TopK(0.1, value_bits=8),
+            "value_bits is 2, 4 or None, got 8; None keeps the dtype",
+        ),
+        (lambda: CyclicTopK(0.1, value_bits=1), "value_bits is 2, 4 or None, got 1"),
+        (
+            lambda: from_settings("randomk", {"density": 0.1, "value_bits": 2.0}),
+            "value_bits is 2, 4",
+        ),
+        (
+            lambda: TopK(0.1, value_dtype="bfloat16", value_bits=2),
+            r"value_bits=2 leaves nothing for value_dtype=torch\.bfloat16 to round; leave out one",
+        ),
         (lambda: PowerSGD(0), r"matrix_rank must be in 1 \.\. 256, got 0; 1 to 4 is usual"),
         (lambda: PowerSGD(-2), "matrix_rank counts columns, got -2"),
         (lambda: PowerSGD(257), r"matrix_rank must be in 1 \.\. 256, got 257"),

@@ -31,12 +31,15 @@ def test_a_second_backward_pass_replaces_the_selection_and_loses_nothing() -> No
     assert exact(decoded(compressor, [payload], layout, 64)[0]) == exact(final)
 
 
-@pytest.mark.parametrize("value_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "compressor",
+    [TopK(0.01), TopK(0.01, value_dtype=torch.bfloat16), TopK(0.01, value_bits=2)],
+    ids=str,
+)
 def test_a_second_pass_whose_average_is_dropped_leaves_the_first_ones_in_the_log(
-    value_dtype: torch.dtype | None,
+    compressor: TopK,
 ) -> None:
     layout = a_layout((2000, torch.float32))
-    compressor = TopK(0.01, value_dtype=value_dtype)
     rank, generator = Rank(compressor, layout), torch.Generator().manual_seed(0)
     first, second = (torch.randn(2000, generator=generator) for _ in range(2))
     rank.reducer.begin(1)

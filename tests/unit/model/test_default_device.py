@@ -26,6 +26,7 @@ from tests.unit.loops import Loop, small_model
 
 COMPRESSORS = [
     pytest.param(TopK(0.1, dense_below=64, value_dtype=torch.bfloat16), marks=pytest.mark.slow),
+    pytest.param(TopK(0.1, dense_below=64, value_bits=4), marks=pytest.mark.slow),
     pytest.param(CyclicTopK(0.1, dense_below=64), marks=pytest.mark.slow),
     pytest.param(RandomK(0.1, dense_below=64), marks=pytest.mark.slow),
     PowerSGD(2, dense_below=64),

@@ -24,6 +24,7 @@ from tests.crash.trainings import batch, wrapped
 
 COMPRESSORS: list[Compressor] = [
     TopK(0.1),
+    TopK(0.1, dense_below=64, value_bits=2),
     CyclicTopK(0.1),
     RandomK(0.1),
     PowerSGD(1, dense_below=8),

@@ -24,6 +24,7 @@ COMPRESSORS = [
     Cast(torch.float16),
     Quantize(),
     TopK(0.1, value_dtype=torch.float16),
+    TopK(0.1, dense_below=64, value_bits=2),
     None,
 ]
 

@@ -22,6 +22,7 @@ from tests.crash.trainings import batch, wrapped
 STEPS = 8
 COMPRESSORS: dict[str, Compressor] = {
     "topk": TopK(0.1, dense_below=64),
+    "topk of 2 bits": TopK(0.1, dense_below=64, value_bits=2),
     "cyclic": CyclicTopK(0.1, dense_below=64),
     "randomk": RandomK(0.1, dense_below=64),
     "powersgd": PowerSGD(2, dense_below=64),

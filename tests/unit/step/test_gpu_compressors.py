@@ -26,6 +26,7 @@ pytestmark = [
 ]
 COMPRESSORS = {
     "topk": TopK(density=0.1),
+    "topk of 2 bits": TopK(density=0.1, value_bits=2),
     "cyclic": CyclicTopK(density=0.1),
     "randomk": RandomK(density=0.1),
     "powersgd": PowerSGD(matrix_rank=2, dense_below=100),

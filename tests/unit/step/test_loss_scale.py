@@ -24,8 +24,10 @@ from tests.crash.trainings import batch, wrapped
 
 COMPRESSORS: dict[str, Compressor] = {
     "topk": TopK(0.1, dense_below=64),
+    "topk of 2 bits": TopK(0.1, dense_below=64, value_bits=2),
     "cyclic": CyclicTopK(0.1, dense_below=64),
     "randomk": RandomK(0.1, dense_below=64),
+    "randomk of 4 bits": RandomK(0.1, dense_below=64, value_bits=4),
     "powersgd": PowerSGD(2, dense_below=64),
     "8 bits": Quantize(8),
 }

@@ -23,7 +23,9 @@ WORLD = 3
 COMPRESSORS: dict[str, Compressor | None] = {
     "topk": TopK(0.1, dense_below=64),
     "topk bfloat16": TopK(0.1, dense_below=64, value_dtype="bfloat16"),
+    "topk of 2 bits": TopK(0.1, dense_below=64, value_bits=2),
     "cyclic": CyclicTopK(0.1, dense_below=64),
+    "cyclic of 2 bits": CyclicTopK(0.1, dense_below=64, value_bits=2),
     "randomk": RandomK(0.1, dense_below=64),
     "powersgd": PowerSGD(2, dense_below=64),
     "quantize": Quantize(8),

@@ -213,6 +213,19 @@ def test_a_plan_knows_the_sizes_of_things() -> None:
     assert costs.write_bytes_per_second == 2e9 / 8
 
 
+@pytest.mark.parametrize(
+    ("density", "value_bits", "measured"),
+    [(0.01, 2, 1.25), (0.03, 2, 0.97), (0.1, 2, 0.77), (0.01, 4, 1.45), (0.1, 4, 0.99)],
+)
+def test_a_plan_knows_the_size_of_entries_in_few_bits(
+    density: float, value_bits: int, measured: float
+) -> None:
+    job = replace(JOB, density=density, value_bits=value_bits)
+    entries = density * job.params
+    assert planned(job).costs.differential_bytes / entries == pytest.approx(measured, rel=0.11)
+    assert planned(job).costs.staged_bytes / entries == 8 + value_bits / 8
+
+
 def test_a_plan_of_one_gpu_has_the_whole_disk() -> None:
     costs = planned(replace(JOB, gpus=1, params=1e6)).costs
     assert costs.write_bytes_per_second == 2e9
@@ -350,6 +363,8 @@ def test_how_many_snapshots_are_kept_is_said_beside_what_they_take(kept: int, te
             "step_seconds": 1e-9,
         },
         {"density": 5e-324},
+        {"density": 5e-324, "value_bits": 2},
+        {"density": 1.0, "value_bits": 4},
     ],
     ids=str,
 )

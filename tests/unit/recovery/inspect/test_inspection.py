@@ -42,7 +42,13 @@ def test_a_run_is_described_in_plain_json(trained: Trained) -> None:
     assert document["recoverable"] == {"first": 0, "last": 12}
     assert document["compressor"] == {
         "name": "topk",
-        "settings": {"density": 0.1, "dense_below": 64, "value_dtype": None, "warmup": 0},
+        "settings": {
+            "density": 0.1,
+            "dense_below": 64,
+            "value_bits": None,
+            "value_dtype": None,
+            "warmup": 0,
+        },
     }
     assert document["optimizer"] == "torch.optim.adamw.AdamW"
     assert document["damaged"] == 0
