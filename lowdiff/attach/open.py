@@ -400,7 +400,7 @@ def _begin(
         with ranks.together():
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
-            publisher = publisher_of(settings, fence, folder)
+            publisher = publisher_of(settings, fence, folder, given.attached.module)
             if publisher is not None:
                 undo.callback(publisher.stop)
             # A process takes half a second to start: memory is taken meanwhile.
@@ -526,9 +526,6 @@ def _copies(
             )
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
-            publisher = publisher_of(settings, fence, folder)
-            if publisher is not None:
-                undo.callback(publisher.stop)
             wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
     outgoing = None

@@ -7,12 +7,15 @@ import os
 import sys
 from contextlib import suppress
 
-from lowdiff.errors import StorageError
+import torch
+
+from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.settings import PublisherSettings
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.versions.target import target_of
+from lowdiff.persistence.versions.weights import is_publishable
 from lowdiff.persistence.versions.writer import claim
 from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.publish.publishing import published_names
@@ -23,12 +26,12 @@ from lowdiff.types import Fence
 
 
 def publisher_of(
-    settings: Settings, fence: Fence, folder: StagingFolder
+    settings: Settings, fence: Fence, folder: StagingFolder, module: torch.nn.Module
 ) -> PublisherProcess | None:
     """Prepare the process that publishes weights, which the first step starts; None if nothing is published here.
 
     Raises:
-        ConfigError: If the published names are not one to one.
+        ConfigError: If the published names are not one to one, or a tensor has a dtype that cannot be published.
         RunMismatch: If the target is another run's. A target that does not answer is tried again later.
     """
     chosen = settings.publish
@@ -36,8 +39,15 @@ def publisher_of(
         return None
     with suppress(StorageError):
         claim(target_of(chosen.target), fence.run_id)
+    names: dict[str, str | None] = {}
     if chosen.names is not None:
         names = published_names(list(fence.names), chosen.names)
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_publishable(tensor) and names.get(key, key) is not None:
+            raise ConfigError(
+                f"{key} is of {tensor.dtype}, which cannot be published; leave it out: publish names gives None for it"
+            )
+    if chosen.names is not None:
         write_file(folder.publisher_names, json.dumps(names).encode())
     return PublisherProcess(
         PublisherSettings(

@@ -34,6 +34,11 @@ _WORDS: Mapping[int, np.dtype[np.unsignedinteger[Any]]] = {
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
+def is_publishable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's dtype has a code."""
+    return str(tensor.dtype).removeprefix("torch.") in _CODES
+
+
 def item_bytes(code: str) -> int:
     """Return the bytes per element of a dtype code."""
     digits = "".join(c for c in code.split("_")[0] if c.isdigit())

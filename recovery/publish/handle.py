@@ -42,9 +42,13 @@ class PublisherProcess(ProcessHandle):
             self._begin()
 
     def finish(self, seconds: float) -> None:
-        """Let it publish what is committed, and wait for that so long at most; it goes on by itself after that."""
-        if not self.has_begun or self.is_stopped:
+        """Let it publish what is committed, and wait for that so long at most; it goes on by itself after that.
+
+        It is started if no step did so: what was committed before a kill may not be published yet.
+        """
+        if self.is_stopped:
             return
+        self.tend()
         self.orphan()
         try:
             self._process.wait(seconds)

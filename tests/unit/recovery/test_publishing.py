@@ -318,6 +318,35 @@ def test_after_a_kill_of_the_trainer_the_rest_is_published_and_the_next_goes_on(
     assert not list((tmp_path / "target").glob("*.withdrawn"))
 
 
+def test_what_was_committed_before_a_kill_of_all_is_published_by_a_life_without_a_step(
+    tmp_path: Path,
+) -> None:
+    chosen = Publisher(tmp_path / "target")
+    killed(tmp_path, 3, publish=chosen)
+    with training(tmp_path, publish=chosen) as second:
+        assert second.step == 3
+    assert_published(second)
+
+
+def test_a_dtype_that_cannot_be_published_is_refused_in_attach(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.uint16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for names, is_refused in ((None, True), ({"weight": "w", "bias": "b"}.get, False)):
+        chosen = Publisher(tmp_path / "target", names=names)
+        with lowdiff.Checkpointer(
+            tmp_path / "run", staging=tmp_path / "staging", publish=chosen
+        ) as checkpointer:
+            if is_refused:
+                with pytest.raises(ConfigError, match=r"phase is of torch.uint16.*leave it out"):
+                    checkpointer.attach(model, optimizer)
+                continue
+            checkpointer.attach(model, optimizer)
+    version = newest(tmp_path).version
+    assert version is not None
+    assert version.tensors.keys() == {"w", "b"}
+
+
 def test_the_commands_publish_pull_and_convert(tmp_path: Path, command: Command) -> None:
     with training(tmp_path) as live:
         live.train(4)
