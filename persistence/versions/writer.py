@@ -80,6 +80,7 @@ class VersionWriter:
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
         self._name = f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}"
         self._last: Manifest | None = None
+        self._number = 0
         self._weights: Weights = {}
         self._aliases: Mapping[str, str] = {}
         self._since_anchor = 0
@@ -135,8 +136,11 @@ class VersionWriter:
         last = self._last
         if last is not None and listing.manifests and listing.manifests[-1] > last.version:
             raise self._other(listing.manifests[-1])
+        if last is not None and last.version not in listing.manifests:
+            claim(self._target, self._run_id)  # somebody removed what was there
+            last = None
         base = last.version if last is not None and self._goes_on(weights, aliases) else None
-        number = listing.newest + 1
+        number = max(listing.newest, self._number) + 1
         tensors = self._anchor(weights) if base is None else self._changes(weights)
         digests = {entry.name: weights[entry.name].digest for entry, _ in tensors}
         sizes = []
@@ -158,6 +162,7 @@ class VersionWriter:
         )
         self._create(manifest_name(number), [manifest.to_bytes()], number)
         self._last, self._weights, self._aliases = manifest, dict(weights), dict(aliases)
+        self._number = number
         self._since_anchor = 1 if base is None else self._since_anchor + 1
         if base is None:
             self._clean(listing)

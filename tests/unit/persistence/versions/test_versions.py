@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,23 @@ def test_a_publisher_that_goes_on_after_it_withdrew_begins_with_an_anchor(tmp_pa
             writer.publish(step, 0, weights_at(step))
         writer.withdraw(lambda made: made.step > 2)
         assert writer.publish(3, 1, weights_at(3)).base is None
+
+
+def test_a_target_that_somebody_empties_goes_on_with_an_anchor(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    holding = Subscriber(target)
+    with VersionWriter(FolderTarget(target), "run") as writer:
+        for step in range(3):
+            writer.publish(step, 0, weights_at(step))
+        assert newest(holding).step == 2
+        shutil.rmtree(target)
+        made = writer.publish(3, 0, weights_at(3))
+        assert (made.version, made.base) == (4, None)
+        writer.publish(4, 0, weights_at(4))
+    for subscriber in (holding, Subscriber(target)):
+        assert same(newest(subscriber).tensors, weights_at(4))
+    with pytest.raises(RunMismatch):
+        VersionWriter(FolderTarget(target), "other")
 
 
 def test_a_target_belongs_to_one_run(tmp_path: Path) -> None:
