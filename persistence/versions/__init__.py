@@ -9,7 +9,8 @@ any other version holds the values that changed since its *base*, the version be
     v0000000012-p0000.safetensors         its tensors, in parts
     v0000000012.withdrawn                 the run went back behind the step of this version
 
-Numbers grow and are never used twice; they are not steps. A part of an anchor is a safetensors file that anyone can load.
+Numbers grow and are never used twice by those who see what is there; they are not steps. The manifest names its publisher,
+a process, and a base is always the same publisher's: where somebody emptied a target, a number alone says nothing. A part of an anchor is a safetensors file that anyone can load.
 A part of another version is one, too: a tensor of bytes for each tensor that changed (see `changes`). The manifest tells
 run, incarnation, step, base, the bytes of each part, the XXH3 digest (128 bits) of the new content of each tensor, and, of
 an anchor, which names are tied to which. Values are absolute, so a version may be applied twice; XOR or differences are not

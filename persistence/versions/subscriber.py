@@ -64,8 +64,8 @@ class Subscriber:
         #: Manifests that were read, and versions that cannot be had.
         self._manifests: dict[int, Manifest] = {}
         self._damaged: set[int] = set()
-        #: Models that have a version -> its number.
-        self._applied: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: Models that have a version -> its publisher and number.
+        self._applied: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Version]:
         """Yield the newest version, each time that there is a newer one."""
@@ -95,9 +95,13 @@ class Subscriber:
             StorageError: If the target does not answer.
         """
         listing = Listing.of(self._target.sizes())
-        held = self.version
+        held = 0 if self.version is None else self.version.number
+        if listing.newest < held:  # somebody emptied the target
+            self._manifests.clear()
+            self._damaged.clear()
+            held = 0
         for number in reversed(listing.manifests):
-            if held is not None and number <= held.number:
+            if number <= held:
                 break
             if number in listing.withdrawn or number in self._damaged:
                 continue
@@ -117,10 +121,24 @@ class Subscriber:
 
     def _manifest(self, number: int) -> Manifest:
         if number not in self._manifests:
-            name = manifest_name(number)
-            place = f"{self._target.name}/{name}"
-            self._manifests[number] = Manifest.of_bytes(self._target.read(name), number, place)
+            data = self._target.read(manifest_name(number))
+            self._manifests[number] = Manifest.of_bytes(data, number, self._place(number))
         return self._manifests[number]
+
+    def _base_of(self, manifest: Manifest) -> Manifest:
+        """Return the version before one; a number is the publisher's own, who may have found an empty target.
+
+        Raises:
+            DamagedFile: If it is damaged or gone, or another publisher's.
+        """
+        assert manifest.base is not None
+        if manifest.base in self._damaged:
+            raise DamagedFile(self._place(manifest.base), "what follows it cannot be reached")
+        if self._manifest(manifest.base).publisher != manifest.publisher:
+            del self._manifests[manifest.base]  # it may be that of an earlier target
+            if self._manifest(manifest.base).publisher != manifest.publisher:
+                raise DamagedFile(self._place(manifest.base), "it is that of another publisher")
+        return self._manifests[manifest.base]
 
     def _reach(self, number: int) -> Version:
         """Make a version of the one that is held, or of an anchor.
@@ -129,12 +147,12 @@ class Subscriber:
             DamagedFile: If something on the way is damaged or gone.
             OtherFormat: If another lowdiff wrote it.
         """
-        held = self.version
         path = [self._manifest(number)]
+        held = self.version
+        if held is not None and held.publisher != path[0].publisher:
+            held = None
         while path[-1].base is not None and (held is None or path[-1].base != held.number):
-            if path[-1].base in self._damaged:
-                raise DamagedFile(self._place(path[-1].base), "what follows it cannot be reached")
-            path.append(self._manifest(path[-1].base))
+            path.append(self._base_of(path[-1]))
         is_from_anchor = path[-1].base is None
         before = {} if is_from_anchor or held is None else held._own
         made: dict[str, Tensor] = {}
@@ -154,8 +172,8 @@ class Subscriber:
             raise DamagedFile(self._place(number), "a tensor is tied to none")
         last = path[0]
         return Version(
-            number, last.step, last.incarnation, last.run_id, anchor, frozenset(made), aliases, whole, self._applied,
-            -1 if held is None else held.number,
+            number, last.step, last.incarnation, last.run_id, last.publisher, anchor, frozenset(made), aliases, whole,
+            self._applied, None if held is None else (held.publisher, held.number),
         )  # fmt: skip
 
     def _place(self, number: int) -> str:
@@ -205,6 +223,7 @@ class Version:
         step: The step.
         incarnation: Which made it.
         run_id: The run.
+        publisher: Who published it.
         anchor: The anchor that it goes back to.
         changed: Names of the tensors that were made anew since the version that was held before.
         aliases: Names of tied tensors -> the name that has their values.
@@ -214,12 +233,14 @@ class Version:
     step: int
     incarnation: int
     run_id: str
+    publisher: str
     anchor: int
     changed: frozenset[str]
     aliases: Mapping[str, str]
     _own: Tensors
-    _applied: MutableMapping[Any, int]
-    _before: int
+    #: Models -> publisher and number of the version that they have.
+    _applied: MutableMapping[Any, tuple[str, int]]
+    _before: tuple[str, int] | None
 
     def __str__(self) -> str:
         return f"version {self.number} (step {self.step})"
@@ -248,14 +269,14 @@ class Version:
         targets = model if isinstance(model, Mapping) else model.state_dict()
         own = self._all()
         _refuse_others(own, targets)
-        is_known = not isinstance(model, Mapping) and self._applied.get(model) == self._before
+        is_known = False
         if not isinstance(model, Mapping):
-            self._applied.pop(model, None)
+            is_known = self._before is not None and self._applied.pop(model, None) == self._before
         for name, tensor in own.items():
             if not is_known or self.aliases.get(name, name) in self.changed:
                 _copy(tensor, targets[name])
         if not isinstance(model, Mapping):
-            self._applied[model] = self.number
+            self._applied[model] = (self.publisher, self.number)
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file; its name appears only once it is complete. Tied tensors are in it under each name.

@@ -180,6 +180,41 @@ def test_a_target_that_somebody_empties_goes_on_with_an_anchor(tmp_path: Path) -
         VersionWriter(FolderTarget(target), "other")
 
 
+@pytest.mark.parametrize("until", [2, 6])
+@pytest.mark.parametrize("run", ["run", "other"])
+def test_a_target_that_is_made_anew_is_followed_from_its_anchor(
+    tmp_path: Path, run: str, until: int
+) -> None:
+    target = tmp_path / "target"
+    published(target, range(4))
+    holding = Subscriber(target)
+    model = {name: own.to_torch().clone() for name, own in weights_at(0).items()}
+    newest(holding).apply(model)
+    shutil.rmtree(target)
+    assert holding.newest() is None
+    # Other weights under the same numbers; `constant` changes in no step.
+    with VersionWriter(FolderTarget(target), run) as writer:
+        for step in range(until):
+            writer.publish(step, 0, weights_at(step, seed=9))
+    version = newest(holding)
+    assert same(version.tensors, weights_at(until - 1, seed=9))
+    version.apply(model)
+    found = {name: Tensor.of_torch(tensor) for name, tensor in model.items()}
+    assert same(found, weights_at(until - 1, seed=9))
+
+
+def test_the_same_without_a_look_in_between(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    published(target, range(4))
+    holding = Subscriber(target)
+    newest(holding)
+    shutil.rmtree(target)
+    with VersionWriter(FolderTarget(target), "run") as writer:
+        for step in range(5):
+            writer.publish(step, 0, weights_at(step, seed=9))
+    assert same(newest(holding).tensors, weights_at(4, seed=9))
+
+
 def test_a_target_belongs_to_one_run(tmp_path: Path) -> None:
     published(tmp_path, [1])
     with pytest.raises(RunMismatch, match="holds the weights of run 'run', and this is run other"):
