@@ -68,18 +68,21 @@ class Pool:
         """
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
+            answers: list[tuple[bool, Any]] = []
             try:
                 for rank, pipe in enumerate(self._pipes[:world_size]):
                     pipe.send((job, rank, world_size, store, arguments))
-                answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+                answers.extend(pipe.recv() for pipe in self._pipes[:world_size])
             except EOFError as error:
                 self._replace()
                 raise JobFailed("a rank ended without an answer; its stderr says why") from error
             except BaseException:  # a time limit, above all
+                sys.stderr.write(
+                    "\n".join(_failures(answers))
+                )  # others may wait for one that raised
                 self._replace()
                 raise
-        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
-        if failures:
+        if failures := _failures(answers):
             raise JobFailed("\n".join(failures))
         return [result for _, result in answers]
 
@@ -87,7 +90,7 @@ class Pool:
         """Print where each process stands, for whoever looks for the reason, and start new ones."""
         alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
         for rank in alive:
-            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR2)
         deadline = time.monotonic() + 10.0
         while not all(self._stacks_of(rank).stat().st_size for rank in alive):
             if time.monotonic() > deadline:
@@ -110,9 +113,14 @@ class Pool:
         self._folder.cleanup()
 
 
+def _failures(answers: Sequence[tuple[bool, Any]]) -> list[str]:
+    return [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+
+
 def _serve(pipe: Connection, stacks: str) -> None:
     fork_processes(forks=True)
-    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 - until the end
+    # SIGUSR1 is what a Checkpointer listens to.
+    faulthandler.register(signal.SIGUSR2, open(stacks, "w"))  # noqa: SIM115 - until the end
 
     import torch
 
