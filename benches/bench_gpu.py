@@ -11,8 +11,6 @@ snapshot of lowdiff's, ``ARM_mean_seconds`` the mean of all. What a block leaves
 or steps that a replica has not applied, is waited for after it: ``ARM_drain_seconds``; a step with its
 share of that is ``ARM_drained_seconds``. A ``gpu.json`` of the same settings is added to, so each model
 may have a command of its own. Runs lie in the temporary folder (``TMPDIR``), up to 30 GB.
-
-It has never run on a GPU yet: no figure of it is known.
 """
 
 from __future__ import annotations

@@ -112,6 +112,13 @@ REPORTED: dict[str, Reported] = {
             _of_summary(tables.of_convergence),
         ),
         (
+            "gpu",
+            "bench_gpu",
+            "a checkpoint at every step on a GPU",
+            lambda found: f"log: {tables.percent(found['gpt2-small/lowdiff_topk_over_none'])} more",
+            _of_summary(tables.of_gpu),
+        ),
+        (
             "recovery_growth",
             "bench_recovery_growth",
             "how recovery grows",

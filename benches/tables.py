@@ -288,6 +288,38 @@ def of_convergence(found: Summary) -> str:
     )
 
 
+def of_gpu(found: Summary) -> str:
+    """Table of ``bench_gpu``: seconds per step of GPT-2-small."""
+    arms = {
+        "none": "no checkpoints",
+        "hook": "top-k 1 % in the hook, nothing kept",
+        "lowdiff_topk": "lowdiff, top-k 1 %",
+        "lowdiff_plus": "lowdiff without a compressor (replica)",
+        "dcp_async": "DCP `async_save`",
+    }
+    rows = []
+    for arm, text in arms.items():
+        name = f"gpt2-small/{arm}"
+        drained = found.get(f"{name}_drained_seconds")
+        rows.append([
+            text,
+            f"{1e3 * found[f'{name}_seconds']:.0f}",
+            f"{1e3 * found[f'{name}_mean_seconds']:.0f}",
+            "" if drained is None else f"{1e3 * drained:.0f}",
+            f"{found[f'{name}_host_waits_per_step']:.0f}",
+        ])  # fmt: skip
+    return table(
+        [
+            "GPT-2-small",
+            "a step, ms",
+            "with full snapshots",
+            "with what is left to be done",
+            "host waits",
+        ],
+        rows,
+    )
+
+
 def of_tuner(found: Summary) -> str:
     """Table of ``bench_tuner``."""
     ratio = found["waste_over_best_fixed"]

@@ -22,6 +22,7 @@ from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, pieces
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.compressors.sparse import MagnitudeSelector
+from lowdiff.core.host import on_host
 from lowdiff.core.layout import INT_OF_BYTES, torch_dtype
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -258,17 +259,19 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         if not kept:
             return []
         codes = torch.cat([sent[rank].codes for sent in kept.values()])
+        (codes,) = on_host([packed(codes, self.value_bits)])
         return [
             *pieces("binned", self.layout, {i: sent[rank].means for i, sent in kept.items()}),
             *self.position_sections(kept, rank),
-            Section("binned/codes", "planes", packed(codes, self.value_bits).cpu().numpy()),
+            Section("binned/codes", "planes", codes.numpy()),
         ]
 
 
 def positions_section(layout: Layout, positions: Mapping[int, torch.Tensor]) -> Section:
     """Return positions inside parameters, by ascending layout index, as positions in the layout."""
     there = [own.long() + layout.parameters[i].offset for i, own in positions.items()]
-    return Section("binned/positions", "ascending", torch.cat(there).cpu().numpy())
+    (values,) = on_host([torch.cat(there)])
+    return Section("binned/positions", "ascending", values.numpy())
 
 
 def stored_positions(payload: Payload, layout: Layout) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from lowdiff.compressors.changes import Factors, find_factors, has_foreign_entries
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, pieces
+from lowdiff.core.host import on_host
 from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.types import Layout, Section
 
@@ -180,9 +181,9 @@ class StoredEntries:
                 parts = indices.split([own.numel() for _, own, _ in chosen])
                 for (offset, _, _), part in zip(chosen, parts, strict=True):
                     part += offset
-                values = torch.cat([values for _, _, values in chosen]).cpu()
+                indices, values = on_host([indices, torch.cat([own for _, _, own in chosen])])
                 sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", indices.cpu().numpy()),
+                    Section(f"{prefix}indices/{dtype}", "ascending", indices.numpy()),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
                 ]
         return sections

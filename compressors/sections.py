@@ -11,6 +11,7 @@ import torch
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.lane import share
+from lowdiff.core.host import on_host
 from lowdiff.core.layout import bits
 from lowdiff.errors import ReplayMismatch
 from lowdiff.types import Bits, Layout, Payload, Section
@@ -48,7 +49,8 @@ def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> li
     for dtype in layout.dtypes:
         own = [tensors[i] for i, _ in layout.of_dtype(dtype) if i in tensors]
         if own:
-            made.append(Section(f"{name}/{dtype}", "planes", bits(torch.cat(own).cpu())))
+            (values,) = on_host([torch.cat(own)])
+            made.append(Section(f"{name}/{dtype}", "planes", bits(values)))
     return made
 
 

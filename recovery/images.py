@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import IO, Any
@@ -10,6 +10,7 @@ from typing import IO, Any
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.host import on_host
 from lowdiff.core.layout import byte_view, dtype_name, shaped
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
@@ -56,11 +57,15 @@ def holds(dtype: torch.dtype) -> bool:
     return dtype_name(dtype) in _CODES
 
 
-def image_tensor(name: str, tensor: torch.Tensor) -> ImageTensor:
-    """One tensor of an image, in logical order."""
-    host = tensor.detach().cpu().contiguous()
-    data = byte_view(host) if host.numel() else memoryview(b"")
-    return ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data)
+def image_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ImageTensor]:
+    """Tensors of an image by name, each in logical order."""
+    named = list(tensors)
+    made = []
+    for (name, _), host in zip(named, on_host([tensor for _, tensor in named]), strict=True):
+        values = host.contiguous()
+        data = byte_view(values) if values.numel() else memoryview(b"")
+        made.append(ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data))
+    return made
 
 
 def scalars_tensor(
@@ -125,7 +130,7 @@ def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]
 
 def shard_images(state: RecoveredState) -> list[ImageTensor]:
     """`shard_tensors`, to be copied into an image."""
-    return [image_tensor(name, make()) for name, make in shard_tensors(state).items()]
+    return image_tensors((name, make()) for name, make in shard_tensors(state).items())
 
 
 def write_image(

@@ -26,7 +26,7 @@ from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
 from lowdiff.protocols import Reducer
-from lowdiff.recovery.images import image_tensor, scalars_tensor
+from lowdiff.recovery.images import image_tensors, scalars_tensor
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,
@@ -324,23 +324,14 @@ def _share(
             if i in values
         ]
     tensors += tensor_items.items()
-    return [
-        *(image_tensor(name, tensor) for name, tensor in tensors),
-        image_tensor(
-            SCALARS,
-            scalars_tensor(
-                [list(own) for own in sealed.groups],
-                state,
-                list(sealed.differential.held),
-                dict(items),
-            ),
-        ),
-    ]
+    groups, held = [list(own) for own in sealed.groups], list(sealed.differential.held)
+    tensors.append((SCALARS, scalars_tensor(groups, state, held, dict(items))))
+    return image_tensors(tensors)
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:
     """The frozen parameters, to be stored once for all snapshots."""
-    return [image_tensor(name, tensor) for name, tensor in attached.frozen_parameters().items()]
+    return image_tensors(attached.frozen_parameters().items())
 
 
 def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Training on an accelerator, whose parameters nobody reads but a snapshot.
 
-Without one the CPU stands for it: there, too, only version counters tell of writes then. The tests
-marked ``gpu`` have never run on a GPU yet.
+Without one the CPU stands for it: there, too, only version counters tell of writes then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Every compressor on CUDA, where gradients are ready on a stream and not at a time, and ranks that share a GPU.
-
-They have never run on a GPU yet.
-"""
+"""Every compressor on CUDA, where gradients are ready on a stream and not at a time, and ranks that share a GPU."""
 
 from __future__ import annotations
 
