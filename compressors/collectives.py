@@ -9,7 +9,7 @@ the rank adds them, and an all-gather distributes the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -72,9 +72,9 @@ def reproducible_mean(
     Each rank's share is divided by the world size before the sum, as DDP does. Half-width values
     are added in float32 and rounded once, so with two ranks the result equals an all-reduce in half
     width. Each rank sends ``2 * (world_size - 1) / world_size`` of the buffer's bytes and receives
-    as many; scratch memory is 1.5 times the buffer.
+    as many; scratch memory is up to 3 times the buffer.
 
-    The call returns when both collectives are done, because the second needs the first; `Lane`
+    The call returns when its collectives are done, because the second needs the first; `Lane`
     keeps this wait off the training thread. On CUDA the call only orders streams and the host does
     not wait.
 
@@ -86,9 +86,21 @@ def reproducible_mean(
         Completed future of ``buffer``.
     """
     world_size = 1 if group is None else group.size()
-    if world_size > 1 and buffer.numel():
+    if world_size == 2 and buffer.numel():
+        _mean_of_two(buffer, group)
+    elif world_size > 2 and buffer.numel():
         _mean(buffer, world_size, group)
     return completed(buffer)
+
+
+def _mean_of_two(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """One gather, which moves as many bytes as both steps of `_mean`."""
+    own = buffer / 2
+    gathered = torch.empty(2 * own.nbytes, dtype=torch.uint8, device=own.device)
+    # Values travel as bytes, because Gloo does not support every dtype in every collective.
+    dist.all_gather(list(gathered.chunk(2)), own.view(torch.uint8), group=group)
+    first, second = gathered.view(own.dtype).chunk(2)
+    _add_into(buffer, first, [second])
 
 
 def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -97,17 +109,23 @@ def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None
     own[: buffer.numel()] = buffer
     own.div_(world_size)
     theirs = torch.empty_like(own)
-    # Values travel as bytes, because Gloo does not support every dtype in every collective.
     dist.all_to_all_single(theirs.view(torch.uint8), own.view(torch.uint8), group=group)
-    wide = torch.float32 if buffer.element_size() == 2 else buffer.dtype
     first, *others = theirs.chunk(world_size)
-    total = first.to(wide, copy=True)
-    for other in others:
-        total.add_(other)
-    mine = total.to(buffer.dtype)
+    mine = torch.empty_like(first)
+    _add_into(mine, first, others)
     shares = list(own.view(torch.uint8).chunk(world_size))
     dist.all_gather(shares, mine.view(torch.uint8), group=group)
     buffer.copy_(own[: buffer.numel()])
+
+
+def _add_into(target: torch.Tensor, first: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Write the sum in order; halves are added in float32 and rounded once."""
+    total = target if target.element_size() != 2 else torch.empty_like(target, dtype=torch.float32)
+    total.copy_(first)
+    for other in others:
+        total.add_(other)
+    if total is not target:
+        target.copy_(total)
 
 
 def own_group(

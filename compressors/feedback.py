@@ -8,7 +8,7 @@ scale, so it means the same under another scale and without a scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,10 +223,28 @@ class ErrorFeedback:
             return torch.add(gradient, source, out=target)
         return torch.mul(source, scale, out=target).add_(gradient)
 
-    def sent(self, parameter: int, what: torch.Tensor) -> None:
-        """Keep the total minus what was sent of it (flat, the total's shape and dtype)."""
+    def sent(
+        self,
+        parameter: int,
+        what: torch.Tensor,
+        pieces: Iterable[tuple[slice, torch.Tensor]] = (),
+    ) -> None:
+        """Keep the total minus what was sent of it.
+
+        Args:
+            parameter: Layout index.
+            what: Flat, the total's shape and dtype.
+            pieces: Parts of ``what`` and where they lie, taken while they are in the processor's cache; their
+                iterator may write them.
+        """
         _, target = self._store.pair(parameter)
-        self._finish(parameter, target.sub_(what))
+        sums = []
+        for place, piece in pieces or ((slice(None), what),):
+            left = target[place].sub_(piece)
+            if left.is_cpu:
+                sums.append(left.sum())
+        is_finite = bool(sums) and bool(torch.stack(sums).sum().isfinite())
+        self._finish(parameter, target, is_finite=is_finite)
 
     def sent_at(
         self,

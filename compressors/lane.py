@@ -41,6 +41,7 @@ class Lane:
         self._lock = threading.Lock()
         self._is_running = False
         self._has_failed = self._is_closed = False
+        self._check: Callable[[], None] | None = None
 
     def submit(
         self, work: Callable[[], torch.Tensor], device: torch.device
@@ -67,6 +68,7 @@ class Lane:
         self._has_failed = True
         try:
             result = work()
+            self._check_heads()
         except LowDiffError:
             raise
         except RuntimeError as error:
@@ -110,27 +112,41 @@ class Lane:
     def greet(
         self, stamp: int, sizes: Sequence[int], headers: Headers, device: torch.device
     ) -> None:
-        """Check that all ranks are at the same bucket of the same step.
+        """Have it checked that all ranks are at the same bucket of the same step.
+
+        The headers travel while this rank prepares what it sends; the check comes before anything else is
+        exchanged, which raises UsageError if a rank is at another bucket or step.
 
         Args:
             stamp: Number that names incarnation and step.
             sizes: Elements of the bucket, and entries or bytes that this rank sends of the bucket.
             headers: Checker of the ranks' headers.
             device: Device of the bucket.
-
-        Raises:
-            UsageError: If a rank is at another bucket or step.
         """
         if self.world_size == 1:
             return
         header = torch.tensor([self.rank, stamp, *sizes], device="cpu")
         own = header.to(device, non_blocking=True)
         assert own.numel() == HEADER_WORDS
-        for rank, head in enumerate(self.gather(own)):
-            headers.check(head, [rank, stamp, *sizes])
+        heads = list(own.new_empty(self.world_size * HEADER_WORDS).chunk(self.world_size))
+        travelling = dist.all_gather(heads, own, group=self._group, async_op=True)
+        assert travelling is not None
+
+        def check() -> None:
+            travelling.wait()
+            for rank, head in enumerate(heads):
+                headers.check(head, [rank, stamp, *sizes])
+
+        self._check = check
+
+    def _check_heads(self) -> None:
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in rank order; size and dtype must be equal on all ranks."""
+        self._check_heads()
         if self.world_size == 1:
             return [own]
         gathered = own.new_empty(self.world_size * own.numel())
@@ -157,21 +173,27 @@ class Lane:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with the tensor of rank ``source``."""
+        self._check_heads()
         if self.world_size > 1:
             assert self._group is not None
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
     def mean(self, buffer: torch.Tensor) -> None:
         """Overwrite ``buffer`` with its mean over ranks; see `reproducible_mean`."""
+        self._check_heads()
         reproducible_mean(buffer, self._group).wait()
 
     def mean_of(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Overwrite several tensors of one dtype with their means over ranks."""
-        joined = torch.cat([tensor.flatten() for tensor in tensors.values()])
-        self.mean(joined)
-        sizes = [tensor.numel() for tensor in tensors.values()]
-        for tensor, own in zip(tensors.values(), joined.split(sizes), strict=True):
-            tensor.copy_(own.view(tensor.shape))
+        """Overwrite several tensors with their means over ranks; one exchange for each dtype."""
+        of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            of_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for own in of_dtype.values():
+            joined = torch.cat([tensor.flatten() for tensor in own])
+            self.mean(joined)
+            means = joined.split([tensor.numel() for tensor in own])
+            for tensor, mean in zip(own, means, strict=True):
+                tensor.copy_(mean.view(tensor.shape))
 
 
 def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -107,7 +108,7 @@ class PowerSGD(Settings):
         def rebuild(block: Block, out: torch.Tensor) -> None:
             if block.parameter not in factors:
                 raise ReplayMismatch("the payloads lack the factors of a gradient")
-            low_rank(factors[block.parameter], block.start, block.stop, out)
+            write_low_rank(factors[block.parameter], block.start, block.stop, out)
 
         return corrected(payloads, layout, rebuild)
 
@@ -154,43 +155,41 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
     def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """See ``RepresentedReducer``."""
         dense = {i: g for i, g in gradients.items() if i not in self._q_of}
-        matrices = {i: g for i, g in gradients.items() if i in self._q_of}
-        if dense:
-            self.lane.mean_of(dense)
-        if matrices:
-            self._factorize(matrices)
-
-    def _factorize(self, gradients: Mapping[int, torch.Tensor]) -> None:
         sent: dict[int, torch.Tensor] = {}
         ps: dict[int, torch.Tensor] = {}
         for i, gradient in gradients.items():
-            total = self.feedback.total(i, gradient)
-            matrix = total.view(matrix_of(self.layout.parameters[i]))
-            wide = matrix.to(torch_dtype(_wide(self.layout.parameters[i].dtype)))
-            sent[i] = wide if is_used(gradient) else torch.zeros_like(wide)
-            ps[i] = self._start(i) @ sent[i].T
-        self.lane.mean_of(ps)
+            if i in self._q_of:
+                total = self.feedback.total(i, gradient)
+                matrix = total.view(matrix_of(self.layout.parameters[i]))
+                wide = matrix.to(torch_dtype(_wide(self.layout.parameters[i].dtype)))
+                sent[i] = wide if is_used(gradient) else torch.zeros_like(wide)
+                ps[i] = self._start(i) @ sent[i].T
+        self.lane.mean_of(dense | ps)
         for p in ps.values():
             orthogonalize(p)
-        qs = {i: ps[i] @ sent[i] for i in gradients}
+        qs = {i: ps[i] @ sent[i] for i in ps}
         self.lane.mean_of(qs)
-        for i, gradient in gradients.items():
-            factors = torch.cat([ps[i].flatten(), qs[i].flatten()])
+        for i, q in qs.items():
+            factors = torch.cat([ps[i].flatten(), q.flatten()])
             for stored in self.stored:
                 stored.held[i] = factors  # the same on all ranks, of which each stores a share
-            low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
-            self.feedback.sent(i, gradient)
-            self._keep_start(i, qs[i])
+            gradient = gradients[i]
+            self.feedback.sent(i, gradient, low_rank((ps[i], q), 0, gradient.numel(), gradient))
+            self._keep_start(i, q)
 
     def _start(self, parameter: int) -> torch.Tensor:
-        """Return the last Q, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
+        """Return the last Q, ``[matrix_rank, columns]``, its rows of length 1; random where it is zero."""
         last, _ = self.residual.pair(self._q_of[parameter])
-        q = last.view(self.compressor.matrix_rank, -1).clone()
+        q = last.view(self.compressor.matrix_rank, -1)
+        norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+        # An overflow that no scaler skipped must not stay in Q for ever.
+        usable = norms.isfinite() & (norms > 0)
+        if q.is_cpu and bool(usable.all()):
+            return q.div(norms)
         generator = torch.Generator().manual_seed(self.compressor.seed + 1_000_003 * parameter)
         drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
-        # An overflow that no scaler skipped must not stay in Q for ever.
-        usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
-        return orthogonalize(torch.where(usable, q, drawn.to(q.device)))
+        drawn.div_(torch.linalg.vector_norm(drawn, dim=1, keepdim=True))
+        return torch.where(usable, q.div(norms), drawn.to(q.device))
 
     def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
         """Keep Q for the next step's start; rows that are zero, as for unused parameters, stay."""
@@ -202,9 +201,9 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         """See ``RepresentedReducer``."""
         spec = self.layout.parameters[parameter]
         numel, dtype = share.stop - share.start, torch_dtype(spec.dtype)
-        out = torch.zeros(numel, dtype=dtype, device=held.device)
+        out = torch.empty(numel, dtype=dtype, device=held.device)
         factors = split_factors(held, spec, self.compressor.matrix_rank)
-        low_rank(factors, share.start, share.stop, out)
+        write_low_rank(factors, share.start, share.stop, out)
         return out
 
     def sections(self, kept: Mapping[int, torch.Tensor], rank: int) -> list[Section]:
@@ -222,8 +221,8 @@ def matrix_of(spec: ParameterSpec) -> tuple[int, int]:
     return rows, spec.numel // rows
 
 
-#: Elements computed at a time on the CPU, so that they and their terms stay in a core's cache. On a
-#: device, one launch computes all.
+#: Elements computed at a time on the CPU, so that they stay in a core's cache. On a device, one launch
+#: computes all.
 _PIECE_ELEMENTS = 1 << 17
 
 
@@ -241,17 +240,22 @@ def orthogonalize(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> None:
-    """Write elements ``start`` to ``stop`` of P Q^T, in row order, into ``out``, which holds zeros.
+def low_rank(
+    factors: Factorized, start: int, stop: int, out: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Write elements ``start`` to ``stop`` of P Q^T, in row order, into ``out``, piece by piece.
 
-    Products and sums are single operations on elements in the order of the terms: unlike a matrix
-    product, every element's bits are the same in any block.
+    Terms are added to each element in their order: unlike a matrix product, every element's bits are
+    the same in any block.
+
+    Yields:
+        Where in ``out`` a piece lies, when it is written, and the piece.
     """
     p, q = factors
     m = q.shape[1]
-    scratch = out if out.dtype == p.dtype else torch.zeros_like(out, dtype=p.dtype)
     most = min(_PIECE_ELEMENTS, stop - start) if out.is_cpu else stop - start
-    terms = torch.empty(most, dtype=p.dtype, device=p.device)
+    is_wide = out.dtype == p.dtype
+    sums = out if is_wide else torch.empty(most, dtype=p.dtype, device=p.device)
     done = 0
     while done < stop - start:
         row, column = divmod(start + done, m)
@@ -261,14 +265,23 @@ def low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> N
         else:
             num_rows, num_columns = left_over // m, m
         size = num_rows * num_columns
-        piece = scratch[done : done + size].view(num_rows, num_columns)
-        term = terms[:size].view(num_rows, num_columns)
-        for left, right in zip(p, q, strict=True):
-            rows, columns = left[row : row + num_rows, None], right[column : column + num_columns]
-            piece.add_(torch.mul(rows, columns, out=term))
+        place = slice(done, done + size)
+        piece = out[place]
+        total = (piece if is_wide else sums[:size]).view(num_rows, num_columns)
+        rows = p[:, row : row + num_rows, None].unbind()
+        columns = q[:, column : column + num_columns].unbind()
+        torch.mul(rows[0], columns[0], out=total)
+        for left, right in zip(rows[1:], columns[1:], strict=True):
+            total.addcmul_(left, right)
+        if not is_wide:
+            piece.copy_(total.view(-1))
         done += size
-    if scratch is not out:
-        out.copy_(scratch)
+        yield place, piece
+
+
+def write_low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> None:
+    """Write all that `low_rank` writes piece by piece."""
+    deque(low_rank(factors, start, stop, out), maxlen=0)
 
 
 def split_factors(values: torch.Tensor, spec: ParameterSpec, matrix_rank: int) -> Factorized:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lowdiff.compressors import PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.compressors.powersgd import low_rank, matrix_of, orthogonalize
+from lowdiff.compressors.powersgd import matrix_of, orthogonalize, write_low_rank
 from lowdiff.compressors.randomk import positions
 from lowdiff.core.layout import layout_of
 from lowdiff.protocols import Compressor
@@ -48,8 +48,8 @@ def test_any_range_of_the_product_has_the_bits_of_the_whole(
     stop = data.draw(st.integers(start, n * m))
     for dtype in (torch.float32, torch.bfloat16):
         whole, piece = torch.zeros(n * m, dtype=dtype), torch.zeros(stop - start, dtype=dtype)
-        low_rank(factors, 0, n * m, whole)
-        low_rank(factors, start, stop, piece)
+        write_low_rank(factors, 0, n * m, whole)
+        write_low_rank(factors, start, stop, piece)
         assert torch.equal(piece, whole[start:stop])
     torch.testing.assert_close(
         whole.float().view(n, m), factors[0].T @ factors[1], rtol=0.02, atol=0.1
