@@ -7,11 +7,13 @@ from html import escape
 
 from lowdiff.tuner import charts
 from lowdiff.tuner.copies import copies_facts, copies_title
+from lowdiff.tuner.logged import LOGGED_HEADS
 from lowdiff.tuner.report import (
     STRATEGY_HEADS,
     Report,
     basis,
     facts,
+    logged,
     published_text,
     strategy_cells,
 )
@@ -98,6 +100,7 @@ def html_page(report: Report) -> str:
             ),
         ),
         _side_by_side(report),
+        _logged(report),
         _copies(report),
         _strategies(report),
         _costs(report),
@@ -134,6 +137,17 @@ def _side_by_side(report: Report) -> str:
         "<p>Overhead is per second of training. What a failure takes and a restart are averages; bytes are "
         f'those on local disks, of all ranks.</p><div class="wide">{table}</div>'
         f"<p>{escape(published_text(found.published))}</p>",
+    )
+
+
+def _logged(report: Report) -> str:
+    rows = logged(report)
+    if not rows:
+        return ""
+    return _section(
+        "What the log of each compressor takes",
+        "<p>Without snapshots. What a compressor does to training is in its documentation.</p>"
+        + _table(LOGGED_HEADS, rows),
     )
 
 

@@ -35,6 +35,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )
 from lowdiff.tuner.failures import FailureRates, Rate
+from lowdiff.tuner.logged import LOGGED, logged_cells
 from lowdiff.tuner.side_by_side import Assumptions, Published, Row, SideBySide, side_by_side
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
@@ -69,6 +70,7 @@ class Question:
         known_warnings: Warnings that are known before anything is computed.
         assumed_because: Reason why costs are assumed, if any are.
         decisions: Decisions of the online policy, oldest first.
+        elements: Parameters of the model; 0 if unknown.
     """
 
     title: str
@@ -85,6 +87,7 @@ class Question:
     known_warnings: tuple[str, ...] = ()
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
+    elements: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,11 @@ class Report:
                 **asdict(self.side_by_side),
             },
             "copies": question.copies and question.copies.document(),
+            "log_bytes_per_day": {
+                one.compressor: one.bytes_per_day(question.elements, *_pace(question.costs))
+                for one in LOGGED
+                if question.elements
+            },
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),
@@ -495,6 +503,16 @@ def published_text(found: Published) -> str:
         f"periodic checkpoints, {found.user_level:.3%} with just-in-time ones at user level, and "
         f"{found.transparent:.3%} with transparent ones."
     )
+
+
+def logged(report: Report) -> list[tuple[str, str]]:
+    """Return what the log of each compressor takes, in the order of `LOGGED_HEADS`."""
+    return logged_cells(report.question.elements, *_pace(report.question.costs))
+
+
+def _pace(costs: Costs) -> tuple[int, float]:
+    """Return the number of ranks, and the time from one step to the next."""
+    return costs.world_size, costs.step_seconds + costs.differential_seconds
 
 
 def basis(report: Report) -> list[tuple[str, str, str, str]]:

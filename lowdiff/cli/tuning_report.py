@@ -28,6 +28,7 @@ from lowdiff.tuner.copies import copies_facts, copies_title, planned_copies
 from lowdiff.tuner.costs import Estimate
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
+from lowdiff.tuner.logged import LOGGED_HEADS
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
     Measured,
@@ -43,6 +44,7 @@ from lowdiff.tuner.report import (
     Report,
     basis,
     facts,
+    logged,
     make_report,
     published_text,
     strategy_cells,
@@ -164,7 +166,15 @@ def question_of_run(
             *_retention_warnings(policy),
         ),
         decisions=[decision for document in documents for decision in document.decisions],
+        elements=_elements(fence),
     )
+
+
+def _elements(fence: Fence | None) -> float:
+    """Return the parameters of a model that every rank has whole; 0 for any other."""
+    if fence is None or any(spec.ranks for spec in fence.layout.parameters):
+        return 0.0
+    return float(sum(spec.numel for spec in fence.layout.parameters))
 
 
 def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
@@ -339,6 +349,7 @@ def question_of_plan(
         copies=copies,
         known_warnings=tuple(warnings),
         assumed_because="not given",
+        elements=job.params,
     )
 
 
@@ -378,6 +389,8 @@ def _print(report: Report) -> None:
         strategies = table(STRATEGY_HEADS, rows, title="Strategies")
         console.print(strategies)
         console.print(f"  {published_text(report.side_by_side.published)}", highlight=False)
+    if log := logged(report):
+        console.print(table(LOGGED_HEADS, log, title="Compressors"))
     if report.question.copies is not None:
         found = report.question.copies
         console.print(table((), copies_facts(found), title=copies_title(found)))
