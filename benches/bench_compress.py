@@ -59,10 +59,12 @@ _MAPPED_BYTES = 64 << 10
 #: Compressors by the name they have in the figures.
 OURS: dict[str, Compressor] = {
     "topk 1 %": TopK(_DENSITY),
-    "topk 1 % bfloat16": TopK(_DENSITY, value_dtype=torch.bfloat16),
+    "topk 1 % 2 bits": TopK(_DENSITY, value_bits=2),
     "topk 3 % 2 bits": TopK(3 * _DENSITY, value_bits=2),
-    "cyclic topk 1 %": CyclicTopK(_DENSITY),
-    "randomk 1 %": RandomK(_DENSITY),
+    "topk 10 % 2 bits": TopK(10 * _DENSITY, value_bits=2),
+    "cyclic topk 3 % 2 bits": CyclicTopK(3 * _DENSITY, value_bits=2),
+    "randomk 3 %": RandomK(3 * _DENSITY),
+    "powersgd 2": PowerSGD(2),
     "powersgd 4": PowerSGD(4),
     "8 bits": Quantize(8),
     "4 bits": Quantize(4),

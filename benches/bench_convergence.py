@@ -45,7 +45,7 @@ from benches.corpus import batch_for_step, held_out_batch, load_corpus
 from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
-from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
+from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, TopK
 from lowdiff.core.layout import byte_view
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.sections import encode_sections
@@ -59,8 +59,6 @@ ARMS: dict[str, Compressor | None] = {
     "topk 3 % 2 bits": TopK(0.03, value_bits=2),
     "topk 10 % 2 bits": TopK(0.1, value_bits=2),
     "cyclic topk 3 % 2 bits": CyclicTopK(0.03, value_bits=2),
-    "randomk 3 %": RandomK(0.03),
-    "powersgd 1": PowerSGD(1),
     "powersgd 2": PowerSGD(2),
     "powersgd 4": PowerSGD(4),
     "8 bits": Quantize(8),
@@ -72,7 +70,7 @@ RECOMMENDED = ("powersgd 4", "4 bits", "8 bits", "cast bfloat16")
 _DEVIATIONS = 2.0
 _WORLD_SIZE = 2
 #: Rates that are tried, in units of a task's own.
-_RATES = (1.0, 2.0, 4.0, 8.0)
+_RATES = (0.25, 0.5, 1.0, 2.0)
 _RISES = 0.05
 _WARMUP = 0.25
 #: Payloads that are coded to count their bytes lie so many to a training, after every warm-up.
@@ -86,7 +84,7 @@ class Task:
     Attributes:
         model: Makes it, from torch's generator.
         optimizer: Of its parameters, with a learning rate.
-        rate: The lowest learning rate that is tried.
+        rate: Its own learning rate.
         loss: Loss of the model on the batch of a seed, step and rank.
         held_out: Loss on what is held out.
         max_norm: Clips gradients; 0 for not.
