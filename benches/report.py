@@ -112,6 +112,13 @@ REPORTED: dict[str, Reported] = {
             _of_summary(tables.of_convergence),
         ),
         (
+            "lost_tail",
+            "bench_lost_tail",
+            "is a predicted state worth the lost steps",
+            lambda found: f"with the gate {found['gate_over_redo']:.2f} of redoing",
+            _of_summary(tables.of_lost_tail),
+        ),
+        (
             "gpu",
             "bench_gpu",
             "a checkpoint at every step on a GPU",

@@ -44,6 +44,7 @@ FIGURES = {
         "first_step_over_torch_save",
     },
     "sharded": {"overhead_upper95", "overhead_ddp_upper95", "training_thread_ms_per_step"},
+    "lost_tail": {"gate_over_redo", "gate_worse_than_redo"},
     "publish": {"bytes_over_full", "training_thread_share"},
     "small_steps": {"commit_ms"},
     "survivors": {

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import torch.distributed as dist
 
 from tests.background import fork_processes, torch_loaded
 
+#: Until a process has ended what a job left, or has started.
+_IDLE_SECONDS = 40.0
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
 
@@ -69,6 +72,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             answers: list[tuple[bool, Any]] = []
+            self._wait_for_idle(world_size)
             try:
                 for rank, pipe in enumerate(self._pipes[:world_size]):
                     pipe.send((job, rank, world_size, store, arguments))
@@ -85,6 +89,24 @@ class Pool:
         if failures := _failures(answers):
             raise JobFailed("\n".join(failures))
         return [result for _, result in answers]
+
+    def _wait_for_idle(self, world_size: int) -> None:
+        """Wait until processes want a job; those that cannot let go of an abandoned life are replaced.
+
+        Two may wait for one another there, each for a connection that the other closes next: a process that
+        died would have closed all at once.
+        """
+        deadline = time.monotonic() + _IDLE_SECONDS
+        with suppress(EOFError):  # one has died since
+            for pipe in self._pipes[:world_size]:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    break
+                pipe.recv()
+            else:
+                return
+        self._replace()
+        for pipe in self._pipes[:world_size]:
+            pipe.recv()
 
     def _replace(self) -> None:
         """Print where each process stands, for whoever looks for the reason, and start new ones."""
@@ -125,7 +147,10 @@ def _serve(pipe: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    while (work := pipe.recv()) is not None:
+    while True:
+        pipe.send("idle")
+        if (work := pipe.recv()) is None:
+            return
         job, rank, world_size, store, arguments = work
         try:
             pipe.send((True, _run(job, rank, world_size, store, arguments)))
