@@ -11,9 +11,9 @@ DDP's plain all-reduce, for the same number of steps from the same weights with 
   AdamW with clipping; files are held out.
 
 An entry that waits for its turn arrives late and large, so a compressor's best rate is not dense training's. Each
-is therefore tuned on the first seed: the best of a few rates, which rise over the first 20th of the steps and then
-fall by a cosine; then, for those that have a warm-up of the density, whether one of a quarter of the steps is
-better. With what was best, the other seeds follow.
+is therefore tuned on the first seed: rates a factor of 2 apart, with more at the ends until the best lies between
+others; each rises over the first 20th of the steps and then falls by a cosine. Then, for those that have a warm-up of
+the density, whether one of a quarter of the steps is better. With what was best, the other seeds follow.
 
 Measured are the loss on what is held out after the last step, and the stored bytes per element of all ranks,
 coded as the log codes them. A compressor is within target if its mean over the seeds is at most two standard
@@ -69,8 +69,9 @@ ARMS: dict[str, Compressor | None] = {
 RECOMMENDED = ("powersgd 4", "4 bits", "8 bits", "cast bfloat16")
 _DEVIATIONS = 2.0
 _WORLD_SIZE = 2
-#: Rates that are tried, in units of a task's own.
-_RATES = (0.25, 0.5, 1.0, 2.0)
+#: Rates that are tried first, in units of a task's own, and how far they are extended at either end.
+_RATES = (0.5, 1.0, 2.0)
+_LOWEST, _HIGHEST = 1 / 16, 16.0
 _RISES = 0.05
 _WARMUP = 0.25
 #: Payloads that are coded to count their bytes lie so many to a training, after every warm-up.
@@ -263,12 +264,20 @@ def tuned(known: Mapping[Cell, Ended], first: Cell, rates: Sequence[float]) -> C
     Args:
         known: What has ended.
         first: The arm's training with the first seed; its rate and warm-up do not count.
-        rates: In units of the task's own.
+        rates: Those that are tried first.
     """
-    plain = [replace(first, rate=rate, warmup=0) for rate in rates]
-    if missing := [cell for cell in plain if cell not in known]:
-        return missing
-    best = min(plain, key=lambda cell: known[cell].loss)
+    tried = list(rates)
+    while True:
+        plain = [replace(first, rate=rate, warmup=0) for rate in tried]
+        if missing := [cell for cell in plain if cell not in known]:
+            return missing
+        best = min(plain, key=lambda cell: known[cell].loss)
+        if best.rate == min(tried) > _LOWEST:
+            tried.append(best.rate / 2)
+        elif best.rate == max(tried) < _HIGHEST:
+            tried.append(best.rate * 2)
+        else:
+            break
     if not isinstance(best.compressor, TopK):
         return best
     warm = replace(best, warmup=int(_WARMUP * best.steps))
@@ -330,7 +339,7 @@ def compared(
     ]  # fmt: skip
     found["best_rate_at_an_edge"] = [
         f"{task}: {arm}" for (task, arm), best in settings.items()
-        if best.rate in (args.rates[0], args.rates[-1])
+        if best.rate in (_LOWEST, _HIGHEST)
     ]  # fmt: skip
     return found, losses
 
@@ -366,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.rates = list(_RATES)
     if args.smoke:
-        args.seeds, args.steps, args.rates = 1, 3, [1.0, 2.0]
+        args.seeds, args.steps = 1, 3
     before = machine()
     args.out.mkdir(parents=True, exist_ok=True)
     ended = args.out / "convergence.jsonl"

@@ -13,7 +13,7 @@ snapshots. Then training goes on, in one of these ways:
   are the last snapshot's.
 
 Counted are the steps until the held-out loss is no higher than the uninterrupted training's at the failure, over the
-steps that redoing takes; at most three times as many are made. ``gate`` takes what `choose` takes by the held-out loss
+steps that redoing takes; at most twice as many are made. ``gate`` takes what `choose` takes by the held-out loss
 right after the failure, and redoes where that takes nothing. Histories are the last 12 snapshots. What has ended is
 in ``lost_tail.jsonl``: a call with the same ``--out`` goes on behind it.
 """
@@ -41,7 +41,7 @@ _SHARES = (0.25, 0.5, 0.75)
 _INTERVALS = (25, 100, 400)
 _STATES = 12
 _LOOKS = 5
-_MOST = 3
+_MOST = 2
 #: Each task's best rate in bench_convergence, in units of its own.
 _RATES = {"text": 1.0, "digits": 1.0}
 WAYS: tuple[Predictor, ...] = (Stale(), *PREDICTORS)
