@@ -299,7 +299,7 @@ def of_convergence(found: Summary) -> str:
 
 
 def of_lost_tail(found: Summary) -> str:
-    """Table of ``bench_lost_tail``: mean steps until the loss is regained, over redoing the lost ones."""
+    """Table of ``bench_lost_tail``: mean steps until the loss is regained, over the lost ones."""
     ways = (
         "stale",
         "damped_linear",
@@ -313,12 +313,12 @@ def of_lost_tail(found: Summary) -> str:
             key = f"{task}/{interval}"
             if f"{key}/gate_takes" not in found:
                 continue
-            costs = [found.get(f"{key}/{way}_over_redo") for way in ("gate", *ways)]
+            costs = [found.get(f"{key}/{way}_over_lost") for way in ("redo", "gate", *ways)]
             cells = ["" if cost is None else f"{cost:.2f}" for cost in costs]
             rows.append(
                 [f"{task}, {interval} steps", *cells, f"{100 * found[f'{key}/gate_takes']:.0f} %"]
             )
-    heads = ["lost", "gate", *(way.replace("_", " ") for way in ways), "the gate takes one"]
+    heads = ["lost", "redo", "gate", *(way.replace("_", " ") for way in ways), "the gate takes one"]
     return table(heads, rows)
 
 
