@@ -299,7 +299,7 @@ def chosen(
             missing += [cell for cell in own if cell not in known]
         else:
             missing += best
-    return settings, missing
+    return settings, sorted(missing, key=lambda cell: cell.seed)
 
 
 def key_of(arm: str) -> str:

@@ -26,7 +26,7 @@ FROM_ZERO = ("docs/getting_started.md", "examples/README.md")
 PUBLIC = {
     *("compressors", "errors", "integrations", "metrics", "protocols", "recovery", "testing"),
     *("integrations.accelerate", "integrations.lightning", "integrations.tensorboard"),
-    *("integrations.transformers", "types"),
+    *("integrations.transformers", "recovery.prediction", "types"),
 }
 
 
