@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import lowdiff
-from lowdiff.compressors import TopK
+from lowdiff.compressors import PowerSGD
 
 CONTEXT = 16
 
@@ -83,7 +83,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
 
     checkpointer = lowdiff.Checkpointer(
-        args.run, compressor=TopK(density=0.01), staging=args.staging
+        args.run, compressor=PowerSGD(matrix_rank=4), staging=args.staging
     )
     loader = checkpointer.dataloader(windows, batch_size=args.batch_size)  # resumes its position
     with checkpointer:

@@ -87,7 +87,7 @@ def _compressor_of(
         )
     if compressor is None:
         if strategy == "log":
-            raise ConfigError('strategy="log" needs a compressor, e.g. TopK(density=0.01)')
+            raise ConfigError('strategy="log" needs a compressor, e.g. PowerSGD(matrix_rank=4)')
         return Averaged(reproducible) if strategy == "survivors" else Dense(reproducible)
     if strategy in ("replica", "survivors"):
         raise ConfigError(f"strategy={strategy!r} leaves gradients as they are; give no compressor")
@@ -115,7 +115,7 @@ class Checkpointer:
 
     ::
 
-        checkpointer = lowdiff.Checkpointer("runs/gpt", compressor=TopK(density=0.01))
+        checkpointer = lowdiff.Checkpointer("runs/gpt", compressor=PowerSGD(matrix_rank=4))
         step = checkpointer.attach(ddp_model, optimizer, scheduler=scheduler)
         for step in checkpointer.steps(until=10_000):
             ...  # forward, backward, optimizer.step(), scheduler.step()
@@ -126,7 +126,7 @@ class Checkpointer:
     Args:
         run: Folder of the run; created if it is not there. All ranks give the same path, which
             may be a shared folder or each node's own.
-        compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
+        compressor: How gradients are compressed, e.g. ``PowerSGD(matrix_rank=4)``. Lossy compression
             changes training, so it is always asked for by name. None is LowDiff+: training is left
             as it is, and a replica process applies every step to a copy in memory.
         strategy: How steps are protected. ``"log"``, with a compressor: every step is kept.
