@@ -18,7 +18,7 @@ the density, whether one of a quarter of the steps is better. With what was best
 Measured are the loss on what is held out after the last step, and the stored bytes per element of all ranks,
 coded as the log codes them. A compressor is within target if its mean over the seeds is at most two standard
 deviations of dense training's seeds above dense training's mean. Both ranks must end with the same bits. What has
-ended is in ``convergence.jsonl``: a call with the same ``--out`` goes on behind it.
+ended is in ``convergence.jsonl``, at last in ``convergence.json``: a call with the same ``--out`` goes on behind it.
 """
 
 from __future__ import annotations
@@ -251,10 +251,12 @@ def job(rank: int, world_size: int, cells: Sequence[Cell], ended: Path) -> None:
 
 
 def read(ended: Path) -> dict[Cell, Ended]:
-    """Trainings that have ended."""
-    if not ended.exists():
-        return {}
-    rows = map(json.loads, ended.read_text(encoding="utf-8").splitlines())
+    """Trainings that have ended, in this call or in one before."""
+    rows, result = [], ended.with_suffix(".json")
+    if result.exists():  # a call for more seeds goes on behind it
+        rows += json.loads(result.read_text(encoding="utf-8"))["samples"].get("trainings", [])
+    if ended.exists():
+        rows += map(json.loads, ended.read_text(encoding="utf-8").splitlines())
     return {Cell(**row["cell"]): Ended(**row["ended"]) for row in rows}
 
 
@@ -390,11 +392,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"seeds": args.seeds, "steps": args.steps, "rates": args.rates, "smoke": args.smoke}
     samples = {
         "losses": losses,
-        "trainings": [{**asdict(c), **asdict(e)} for c, e in known.items()],
+        "trainings": [{"cell": asdict(c), "ended": asdict(e)} for c, e in known.items()],
     }
     summary = {"bit_identical": True, **figures}
     write(Result("convergence", settings, args.seed, before, samples, summary), args.out, draw)
-    ended.unlink()
+    ended.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
