@@ -27,9 +27,9 @@ The paper's text was not at hand. Given were the forms of the two loss curves an
 
 Steps 2 and 3 hold choices that the closed form does not settle: ``tau1`` counts saves, because only then do the
 units of ``B`` and of the square root agree; and ``xi`` is taken for a curvature, because of the 2 in ``A``. Step 4
-is of first order and overstates ``R`` where the excess is not small beside the loss. Steps 5 and 6 let the predictor and
-both curves begin anew after each failure. A predictor that learns on through failures costs less than this where
-``tau1 / T > a1``, and more where not.
+is of first order and overstates ``R`` where the excess is not small beside the loss. Steps 5 and 6 let
+the predictor and both curves begin anew after each failure (`LossCurve.since` moves the beginning). A predictor
+that learns on through failures costs less than this where ``tau1 / T > a1``, and more where not.
 """
 
 from __future__ import annotations
