@@ -66,6 +66,7 @@ OURS: dict[str, Compressor] = {
     "randomk 3 %": RandomK(3 * _DENSITY),
     "powersgd 2": PowerSGD(2),
     "powersgd 4": PowerSGD(4),
+    "powersgd 8": PowerSGD(8),
     "8 bits": Quantize(8),
     "4 bits": Quantize(4),
     "cast bfloat16": Cast(torch.bfloat16),

@@ -61,6 +61,7 @@ ARMS: dict[str, Compressor | None] = {
     "cyclic topk 3 % 2 bits": CyclicTopK(0.03, value_bits=2),
     "powersgd 2": PowerSGD(2),
     "powersgd 4": PowerSGD(4),
+    "powersgd 8": PowerSGD(8),
     "8 bits": Quantize(8),
     "4 bits": Quantize(4),
     "cast bfloat16": Cast(torch.bfloat16),

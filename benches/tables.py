@@ -227,6 +227,7 @@ _WRITTEN = {
     "powersgd_1": "`PowerSGD(1)`",
     "powersgd_2": "`PowerSGD(2)`",
     "powersgd_4": "`PowerSGD(4)`",
+    "powersgd_8": "`PowerSGD(8)`",
     "8_bits": "`Quantize(8)`",
     "4_bits": "`Quantize(4)`",
     "cast_bfloat16": "`Cast(torch.bfloat16)`",
