@@ -67,7 +67,7 @@ ARMS: dict[str, Compressor | None] = {
     "cast bfloat16": Cast(torch.bfloat16),
 }
 #: What the documentation recommends: each should be as good as dense training.
-RECOMMENDED = ("powersgd 4", "4 bits", "8 bits", "cast bfloat16")
+RECOMMENDED = ("powersgd 4", "8 bits", "cast bfloat16")
 _DEVIATIONS = 2.0
 _WORLD_SIZE = 2
 #: Rates that are tried first, in units of a task's own, and how far they are extended at either end.
