@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+#: Up to here two ranks wait longer for a second collective than they take to add the whole.
+_SHORT_BYTES = 1 << 18
+
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future whose result is ``buffer``.
@@ -86,15 +89,15 @@ def reproducible_mean(
         Completed future of ``buffer``.
     """
     world_size = 1 if group is None else group.size()
-    if world_size == 2 and buffer.numel():
+    if world_size == 2 and 0 < buffer.nbytes <= _SHORT_BYTES:
         _mean_of_two(buffer, group)
-    elif world_size > 2 and buffer.numel():
+    elif world_size > 1 and buffer.numel():
         _mean(buffer, world_size, group)
     return completed(buffer)
 
 
 def _mean_of_two(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """One gather, which moves as many bytes as both steps of `_mean`."""
+    """One gather, which moves as many bytes as both steps of `_mean`; each rank adds all of it."""
     own = buffer / 2
     gathered = torch.empty(2 * own.nbytes, dtype=torch.uint8, device=own.device)
     # Values travel as bytes, because Gloo does not support every dtype in every collective.

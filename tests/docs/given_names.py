@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowdiff
-from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.compressors import PowerSGD, TopK  # noqa: F401 - snippets use it
 
 ddp_model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(ddp_model.parameters(), lr=1e-3)
