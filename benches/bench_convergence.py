@@ -178,14 +178,14 @@ class Cell:
 
     @property
     def compressor(self) -> Compressor | None:
-        """Of this training."""
+        """The arm's compressor, with this training's warm-up if it has any."""
         chosen = ARMS[self.arm]
         return replace(chosen, warmup=self.warmup) if isinstance(chosen, TopK) else chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a training ended with.
+    """The end of a training.
 
     Attributes:
         loss: On what is held out; infinite where it is no number.
@@ -198,6 +198,12 @@ class Ended:
     digest: str
 
 
+def share_of_rate(number: int, steps: int) -> float:
+    """Share of the highest learning rate at step ``number``, from 0: it rises, and falls by a cosine."""
+    rising = max(1, int(_RISES * steps))
+    return min((number + 1) / rising, 0.5 + 0.5 * math.cos(math.pi * number / steps))
+
+
 def train(cell: Cell, task: Task, rank: int) -> Ended:
     """One training."""
     torch.manual_seed(cell.seed)
@@ -206,11 +212,7 @@ def train(cell: Cell, task: Task, rank: int) -> Ended:
     hooked = None if compressor is None else Hooked(model, compressor)
     ddp = DistributedDataParallel(model) if hooked is None else hooked.ddp
     optimizer = task.optimizer(ddp.parameters(), task.rate * cell.rate)
-    rising = max(1, int(_RISES * cell.steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda n: min((n + 1) / rising, 0.5 + 0.5 * math.cos(math.pi * n / cell.steps)),
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: share_of_rate(n, cell.steps))
     first = int(_WARMUP * cell.steps)
     counted = set(np.linspace(first + 1, cell.steps, _COUNTED).astype(int).tolist())
     codec, stored = Codec(), []
@@ -261,15 +263,14 @@ def read(ended: Path) -> dict[Cell, Ended]:
     return {Cell(**row["cell"]): Ended(**row["ended"]) for row in rows}
 
 
-def tuned(known: Mapping[Cell, Ended], first: Cell, rates: Sequence[float]) -> Cell | list[Cell]:
+def tuned(known: Mapping[Cell, Ended], first: Cell) -> Cell | list[Cell]:
     """The best setting of an arm on the first seed, or what must end before it is known.
 
     Args:
         known: What has ended.
         first: The arm's training with the first seed; its rate and warm-up do not count.
-        rates: Those that are tried first.
     """
-    tried = list(rates)
+    tried = list(_RATES)
     while True:
         plain = [replace(first, rate=rate, warmup=0) for rate in tried]
         if missing := [cell for cell in plain if cell not in known]:
@@ -295,7 +296,7 @@ def chosen(
     """The best setting of every arm that has one, and the trainings that are to be done next."""
     settings, missing = {}, []
     for key, first in arms.items():
-        best = tuned(known, first, args.rates)
+        best = tuned(known, first)
         if isinstance(best, Cell):
             settings[key] = best
             own = [replace(best, seed=args.seed + n) for n in range(args.seeds)]
@@ -376,7 +377,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1200)
     args = parser.parse_args(argv)
-    args.rates = list(_RATES)
     if args.smoke:
         args.seeds, args.steps = 1, 3
     before = machine()
@@ -390,7 +390,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     while (found := chosen(known := read(ended), arms, args))[1]:
         in_ranks(_WORLD_SIZE, job, found[1], ended)
     figures, losses = compared(known, found[0], args)
-    settings = {"seeds": args.seeds, "steps": args.steps, "rates": args.rates, "smoke": args.smoke}
+    settings = {
+        "seeds": args.seeds,
+        "steps": args.steps,
+        "rates": list(_RATES),
+        "smoke": args.smoke,
+    }
     samples = {
         "losses": losses,
         "trainings": [{"cell": asdict(c), "ended": asdict(e)} for c, e in known.items()],

@@ -32,7 +32,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import nn
 
-from benches.bench_convergence import TASKS, Task
+from benches.bench_convergence import TASKS, Task, share_of_rate
 from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, Result, arguments, machine, write
 from lowdiff.recovery.prediction import History, Predictor, Stale, choose
 from lowdiff.recovery.prediction.gate import PREDICTORS
@@ -59,9 +59,7 @@ class Training:
 
     def step(self, number: int) -> None:
         """Make step ``number``, from 0; its batch and rate depend on nothing else."""
-        rising = max(1, self._steps // 20)
-        falling = 0.5 + 0.5 * math.cos(math.pi * number / self._steps)
-        self.optimizer.param_groups[0]["lr"] = self._base * min((number + 1) / rising, falling)
+        self.optimizer.param_groups[0]["lr"] = self._base * share_of_rate(number, self._steps)
         self.optimizer.zero_grad()
         self.task.loss(self.model, self.seed, number + 1, 0).backward()
         if self.task.max_norm:
@@ -117,7 +115,7 @@ def one_failure(
     name: str, training: Training, snapshots: Mapping[int, Snapshot], failed: int, interval: int,
     target: float,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """What every way costs after a failure; None where there is no snapshot but the first."""
+    """Return the cost of every way after a failure; None where there is no snapshot but the first."""
     base = failed - interval
     steps = [s for s in range(base, -1, -interval) if s in snapshots][:_STATES][::-1]
     if len(steps) < 2:
@@ -128,7 +126,10 @@ def one_failure(
     )
     looks = max(1, min(_LOOKS, interval // 5))
 
+    candidates: list[Mapping[str, torch.Tensor]] = []
+
     def validate(parameters: Mapping[str, torch.Tensor]) -> float:
+        candidates.append(parameters)
         training.load(parameters)
         return training.loss()
 
@@ -137,16 +138,14 @@ def one_failure(
     training.load(parameters)
     training.optimizer.load_state_dict(copy.deepcopy(optimizer))
     costs = {"redo": regained(training, base, interval, target, looks) / interval}
-    for way in WAYS:
-        if way.name not in decision.losses:
-            continue
-        training.load(way.predict(history, failed))
+    for name_of_way, candidate in zip(decision.losses, candidates, strict=True):
+        training.load(candidate)
         optimizer = copy.deepcopy(snapshots[base][1])
         for entries in optimizer["state"].values():
             if "step" in entries:
                 entries["step"] = entries["step"] + interval
         training.optimizer.load_state_dict(optimizer)
-        costs[way.name] = regained(training, failed, interval, target, looks) / interval
+        costs[name_of_way] = regained(training, failed, interval, target, looks) / interval
     costs["gate"] = costs[decision.chosen or "redo"]
     return {
         "task": name, "seed": training.seed, "failed": failed, "interval": interval,

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benches.bench_convergence import ARMS, key_of
-from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED
+from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, draw_panels
 
 #: By the first word of an arm's name.
 _COLORS = {
@@ -58,7 +57,6 @@ def draw(axes: Axes, learned: dict[str, Any], costs: dict[str, Any], *, over: st
     )
     axes.set_xlabel(label)
     axes.set_ylabel("held-out loss, each at its own best rate")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,11 +68,8 @@ def main(argv: list[str] | None = None) -> None:
         json.loads((args.results / f"{name}.json").read_text(encoding="utf-8"))["summary"]
         for name in ("convergence", "compress")
     )
-    figure = Figure(figsize=(12.0, 5.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    for number, over in enumerate(("bytes", "time"), start=1):
-        draw(figure.add_subplot(1, 2, number), learned, costs, over=over)
-    figure.savefig(args.results / "frontier.png")
+    panels = [partial(draw, learned=learned, costs=costs, over=over) for over in ("bytes", "time")]
+    draw_panels(args.results / "frontier.png", panels, width=12.0)
 
 
 if __name__ == "__main__":

@@ -86,18 +86,29 @@ def save(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) -> 
     }
     path = out / f"{result.name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def of_result(draw: Callable[[Axes, Result], None]) -> Callable[[Axes], None]:
+        return lambda axes: draw(axes, result)
+
+    draw_panels(path.with_suffix(".png"), [of_result(draw) for draw in panels])
+    return path
+
+
+def draw_panels(
+    path: Path, panels: Sequence[Callable[[Axes], None]], *, width: float = 9.0
+) -> None:
+    """Write a picture of panels, two in a row; ``width`` in inches."""
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(9.0, max(4.2, 3.2 * rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, max(4.2, 3.2 * rows)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # drawn without pyplot, which would keep global state
     for number, draw in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, min(2, len(panels)), number)
-        draw(axes, result)
+        draw(axes)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE)
         axes.tick_params(colors=MUTED, labelcolor=INK)
         axes.set_axisbelow(True)
-    figure.savefig(path.with_suffix(".png"))
-    return path
+    figure.savefig(path)
 
 
 def machine() -> dict[str, Any]:

@@ -216,15 +216,11 @@ def of_codec(found: Summary) -> str:
 #: What stands in figures for a compressor, and what users write.
 _WRITTEN = {
     "topk_1": "`TopK(0.01)`",
-    "topk_1_bfloat16": "`TopK(0.01, value_dtype=torch.bfloat16)`",
     "topk_1_2_bits": "`TopK(0.01, value_bits=2)`",
     "topk_3_2_bits": "`TopK(0.03, value_bits=2)`",
     "topk_10_2_bits": "`TopK(0.1, value_bits=2)`",
-    "cyclic_topk_1": "`CyclicTopK(0.01)`",
     "cyclic_topk_3_2_bits": "`CyclicTopK(0.03, value_bits=2)`",
-    "randomk_1": "`RandomK(0.01)`",
     "randomk_3": "`RandomK(0.03)`",
-    "powersgd_1": "`PowerSGD(1)`",
     "powersgd_2": "`PowerSGD(2)`",
     "powersgd_4": "`PowerSGD(4)`",
     "powersgd_8": "`PowerSGD(8)`",

@@ -4,7 +4,7 @@ A ring all-reduce adds a bucket's chunks in an order that depends on their place
 DDP rebuilds its buckets after the first iteration. With three or more ranks, a resumed run would
 therefore differ. `reproducible_mean` adds every element in rank order, whatever shares its bucket,
 and sends as many bytes as a ring: an all-to-all gives each rank one range of everyone's elements,
-the rank adds them, and an all-gather distributes the sums.
+the rank adds them, and an all-gather distributes the sums. Two ranks gather a short buffer whole.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def reproducible_mean(
     Each rank's share is divided by the world size before the sum, as DDP does. Half-width values
     are added in float32 and rounded once, so with two ranks the result equals an all-reduce in half
     width. Each rank sends ``2 * (world_size - 1) / world_size`` of the buffer's bytes and receives
-    as many; scratch memory is up to 3 times the buffer.
+    as many; scratch memory is 2.5 times the buffer at most, 3 times a short one of two ranks.
 
     The call returns when its collectives are done, because the second needs the first; `Lane`
     keeps this wait off the training thread. On CUDA the call only orders streams and the host does

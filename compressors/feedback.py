@@ -223,23 +223,21 @@ class ErrorFeedback:
             return torch.add(gradient, source, out=target)
         return torch.mul(source, scale, out=target).add_(gradient)
 
-    def sent(
-        self,
-        parameter: int,
-        what: torch.Tensor,
-        pieces: Iterable[tuple[slice, torch.Tensor]] = (),
-    ) -> None:
-        """Keep the total minus what was sent of it.
+    def sent(self, parameter: int, what: torch.Tensor) -> None:
+        """Keep the total minus what was sent of it (flat, the total's shape and dtype)."""
+        self.sent_in_pieces(parameter, [(slice(None), what)])
+
+    def sent_in_pieces(self, parameter: int, pieces: Iterable[tuple[slice, torch.Tensor]]) -> None:
+        """Keep the total minus what was sent of it, piece by piece.
 
         Args:
             parameter: Layout index.
-            what: Flat, the total's shape and dtype.
-            pieces: Parts of ``what`` and where they lie, taken while they are in the processor's cache; their
-                iterator may write them.
+            pieces: Where each lies and what it is (flat, the total's dtype). Each is taken right after the iterator
+                has made it, while it is in the processor's cache.
         """
         _, target = self._store.pair(parameter)
         sums = []
-        for place, piece in pieces or ((slice(None), what),):
+        for place, piece in pieces:
             left = target[place].sub_(piece)
             if left.is_cpu:
                 sums.append(left.sum())

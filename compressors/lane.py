@@ -128,9 +128,7 @@ class Lane:
         header = torch.tensor([self.rank, stamp, *sizes], device="cpu")
         own = header.to(device, non_blocking=True)
         assert own.numel() == HEADER_WORDS
-        heads = list(own.new_empty(self.world_size * HEADER_WORDS).chunk(self.world_size))
-        travelling = dist.all_gather(heads, own, group=self._group, async_op=True)
-        assert travelling is not None
+        heads, travelling = self._gathering(own)
 
         def check() -> None:
             travelling.wait()
@@ -149,10 +147,17 @@ class Lane:
         self._check_heads()
         if self.world_size == 1:
             return [own]
+        shares, travelling = self._gathering(own)
+        travelling.wait()
+        return shares
+
+    def _gathering(self, own: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
+        """Return where every rank's tensor will be, and what to wait for."""
         gathered = own.new_empty(self.world_size * own.numel())
         shares = list(gathered.chunk(self.world_size))
-        dist.all_gather(shares, own, group=self._group)
-        return shares
+        work = dist.all_gather(shares, own, group=self._group, async_op=True)
+        assert work is not None
+        return shares, work
 
     def gather_each(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return every rank's flat tensors, in rank order, gathered at once.

@@ -174,7 +174,8 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
             for stored in self.stored:
                 stored.held[i] = factors  # the same on all ranks, of which each stores a share
             gradient = gradients[i]
-            self.feedback.sent(i, gradient, low_rank((ps[i], q), 0, gradient.numel(), gradient))
+            made = low_rank((ps[i], q), 0, gradient.numel(), gradient)
+            self.feedback.sent_in_pieces(i, made)
             self._keep_start(i, q)
 
     def _start(self, parameter: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a day of steps takes in the log with each compressor."""
+"""Bytes that a day of steps takes in the log with each compressor."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ LOGGED = (
 LOGGED_HEADS = ("compressor", "log a day, all ranks")
 
 
-def logged_cells(elements: float, ranks: int, step_seconds: float) -> list[tuple[str, str]]:
-    """Return every compressor and its bytes a day as text; nothing for a model of unknown size."""
+def logged_per_day(elements: float, ranks: int, step_seconds: float) -> dict[str, float]:
+    """Return the bytes a day of every compressor; nothing for a model of unknown size, 0 elements."""
     if not elements:
-        return []
-    return [
-        (one.compressor, readable_bytes(one.bytes_per_day(elements, ranks, step_seconds)))
-        for one in LOGGED
-    ]
+        return {}
+    return {one.compressor: one.bytes_per_day(elements, ranks, step_seconds) for one in LOGGED}
+
+
+def logged_cells(elements: float, ranks: int, step_seconds: float) -> list[tuple[str, str]]:
+    """Return the same as text, in the order of `LOGGED_HEADS`."""
+    found = logged_per_day(elements, ranks, step_seconds)
+    return [(compressor, readable_bytes(size)) for compressor, size in found.items()]

@@ -35,7 +35,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )
 from lowdiff.tuner.failures import FailureRates, Rate
-from lowdiff.tuner.logged import LOGGED, logged_cells
+from lowdiff.tuner.logged import logged_cells, logged_per_day
 from lowdiff.tuner.side_by_side import Assumptions, Published, Row, SideBySide, side_by_side
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
@@ -192,11 +192,7 @@ class Report:
                 **asdict(self.side_by_side),
             },
             "copies": question.copies and question.copies.document(),
-            "log_bytes_per_day": {
-                one.compressor: one.bytes_per_day(question.elements, *_pace(question.costs))
-                for one in LOGGED
-                if question.elements
-            },
+            "log_bytes_per_day": logged_per_day(question.elements, *_pace(question.costs)),
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),

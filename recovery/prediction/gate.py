@@ -26,7 +26,7 @@ Validate = Callable[[Mapping[str, torch.Tensor]], float]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was tried for the steps that are lost, and what was taken.
+    """A choice among predictions of the steps that are lost.
 
     Attributes:
         base_step: The last step whose state is known.

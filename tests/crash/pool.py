@@ -81,9 +81,8 @@ class Pool:
                 self._replace()
                 raise JobFailed("a rank ended without an answer; its stderr says why") from error
             except BaseException:  # a time limit, above all
-                sys.stderr.write(
-                    "\n".join(_failures(answers))
-                )  # others may wait for one that raised
+                # Others may wait for one that raised.
+                sys.stderr.write("\n".join(_failures(answers)))
                 self._replace()
                 raise
         if failures := _failures(answers):

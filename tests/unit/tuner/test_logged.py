@@ -11,7 +11,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.sections import encode_sections
-from lowdiff.tuner.logged import LOGGED, logged_cells
+from lowdiff.tuner.logged import LOGGED, Logged, logged_cells
 
 SCOPE = {"TopK": TopK, "PowerSGD": PowerSGD, "Quantize": Quantize, "Cast": Cast, "torch": torch}
 
@@ -35,7 +35,7 @@ def stored(written: str) -> float:
 @pytest.mark.parametrize(
     "one", [one for one in LOGGED if "Cyclic" not in one.compressor], ids=lambda one: one.compressor
 )
-def test_it_is_what_the_compressor_stores(one) -> None:  # type: ignore[no-untyped-def]
+def test_it_is_what_the_compressor_stores(one: Logged) -> None:
     assert stored(one.compressor) == pytest.approx(one.once + one.each, rel=0.25)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -114,7 +114,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
 # The gate
 
 
-def to(wanted: Mapping[str, torch.Tensor]):  # type: ignore[no-untyped-def]
+def to(wanted: Mapping[str, torch.Tensor]) -> Callable[[Mapping[str, torch.Tensor]], float]:
     return lambda found: distance(found, wanted)
 
 
