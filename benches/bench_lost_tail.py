@@ -232,7 +232,7 @@ def draw(axes: Axes, result: Result) -> None:
     axes.axhline(1, color=INK, lw=0.8)
     axes.set_xticks(places, labels, fontsize=8, rotation=20, ha="right")
     axes.set_ylabel("steps until the loss is regained, over the lost ones")
-    axes.legend(frameon=False, fontsize=7, ncols=3)
+    axes.legend(frameon=False, fontsize=7, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

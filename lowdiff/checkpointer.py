@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -198,6 +198,12 @@ class Checkpointer:
             that fail together, say.
         publish: A ``lowdiff.Publisher``: a process of its own publishes the weights of every step, for those who
             serve them (docs/publish.md). Rank 0's counts.
+        lost_steps: What ``attach`` does about steps that no recovery brings back, lost with a node or with power.
+            ``"redo"``: it goes on from the newest step that there is. ``"predict"``: it predicts the parameters of
+            the step that training had come to, and goes on from there **inexactly**, if ``validate`` finds them
+            better than the newest ones that there are (docs/lost_tail.md).
+        validate: With ``"predict"``: takes the model, without DDP, and returns its loss on what is held out. Called on
+            all ranks, without gradients, several times in ``attach``; the mean over the ranks counts.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
@@ -231,6 +237,8 @@ class Checkpointer:
         copies: int = 1,
         node: str | None = None,
         publish: Publisher | None = None,
+        lost_steps: str = "redo",
+        validate: Callable[[torch.nn.Module], float] | None = None,
     ) -> None:
         if is_url(run):
             raise ConfigError(
@@ -259,6 +267,8 @@ class Checkpointer:
             copies=copies,
             node=node,
             publish=publish,
+            lost_steps=lost_steps,
+            validate=validate,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder, user_path
@@ -15,6 +15,9 @@ from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Publisher, Retention, whole_number
+
+if TYPE_CHECKING:
+    import torch
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
@@ -25,6 +28,7 @@ _CHOICES: dict[str, tuple[int | str, ...]] = {
     "watch": ("live", "recovery"),
     "optimizer_steps": (1, "any"),
     "on_hang": ("save", "exit"),
+    "lost_steps": ("redo", "predict"),
 }
 
 
@@ -63,6 +67,8 @@ class Settings:
         copies: On how many nodes what a rank stages lies in memory, its own included.
         node: Names the node of this rank; None: its machine and staging folder tell.
         publish: How weights are published; None for not at all.
+        lost_steps: Whether steps that are lost with a node or with power are made again, or predicted.
+        validate: Held-out loss of the model, by which predictions are judged.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -88,6 +94,8 @@ class Settings:
     copies: int = 1
     node: str | None = None
     publish: Publisher | None = None
+    lost_steps: str = "redo"
+    validate: Callable[[torch.nn.Module], float] | None = None
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -133,6 +141,7 @@ class Settings:
                 "one exchange per step. Leave the compressor out, or call commit() after each "
                 "optimizer.step()"
             )
+        _refuse_prediction(self)
         if self.publish is not None:
             _refuse_publisher(self.publish, self)
         if not isinstance(self.store, str | None):
@@ -184,6 +193,28 @@ class Settings:
     def folder(self) -> RunFolder:
         """Names inside the run folder."""
         return RunFolder(self.run)
+
+
+def _refuse_prediction(settings: Settings) -> None:
+    """Check that lost steps can be predicted as the user wants.
+
+    Raises:
+        ConfigError: Saying what to change.
+    """
+    if settings.lost_steps == "redo":
+        if settings.validate is not None:
+            raise ConfigError(
+                'validate judges predictions: give lost_steps="predict", or leave it out'
+            )
+        return
+    if not callable(settings.validate):
+        raise ConfigError(
+            'lost_steps="predict" needs validate=, a function that takes the model and returns its loss on what '
+            f"is held out, got {settings.validate!r}"
+        )
+    if settings.has_several_steps or settings.publish is not None:
+        other = "publish" if settings.publish is not None else 'optimizer_steps="any"'
+        raise ConfigError(f'lost_steps="predict" does not go with {other}; leave one of them out')
 
 
 def _refuse_publisher(publisher: Publisher, settings: Settings) -> None:

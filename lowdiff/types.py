@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -339,10 +339,55 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """How far an incarnation is known to have come.
+
+    Attributes:
+        step: It committed at least this step.
+    """
+
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice among predictions of the steps that are lost.
+
+    Attributes:
+        base_step: The last step whose state is known.
+        step: The step that was predicted.
+        losses: Held-out loss of each predictor by its name, the last state's first; infinite where it is no number.
+        refused: Why a predictor made no candidate, by its name.
+        chosen: The predictor that was taken; empty if none.
+        reason: In plain words.
+    """
+
+    base_step: int
+    step: int
+    losses: Mapping[str, float]
+    refused: Mapping[str, str]
+    chosen: str
+    reason: str
+
+    def __str__(self) -> str:
+        first, last = self.base_step + 1, self.step
+        lost = f"step {last} is lost" if first == last else f"steps {first} to {last} are lost"
+        if not self.chosen:
+            return f"{lost}, and are made again: {self.reason}"
+        return f"{lost}; inexact since step {last}, predicted by {self.chosen}: {self.reason}"
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content; a loss that is no number becomes None."""
+        losses = {n: loss if math.isfinite(loss) else None for n, loss in self.losses.items()}
+        return {**asdict(self), "losses": losses}
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """One rank's durable statement that an incarnation begins.
 
-    Records of the parent beyond ``base_step`` are void once every rank's fence exists.
+    Records of the parent beyond ``last_of_parent`` are void once every rank's fence exists.
 
     Attributes:
         incarnation: Number of this life of the run, from 0.
@@ -357,6 +402,7 @@ class Fence:
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
         staging: Where this rank's staging of all runs lies, without symbolic links.
         frozen_shards: Of all ranks, of frozen parameters that are sharded: each rank keeps its own as items.
+        lost_tail: What was decided about lost steps where the user had them predicted; None where nothing was.
     """
 
     run_id: str
@@ -376,6 +422,17 @@ class Fence:
     constants: str = ""
     staging: str = ""
     frozen_shards: Layout = Layout(())
+    lost_tail: Decision | None = None
+
+    @property
+    def predicted(self) -> Decision | None:
+        """How the state that it starts from was predicted; None if it is the parent's own, bit for bit."""
+        return self.lost_tail if self.lost_tail is not None and self.lost_tail.chosen else None
+
+    @property
+    def last_of_parent(self) -> int:
+        """The parent's last valid step: its base, or the step that this was predicted from."""
+        return self.base_step if self.predicted is None else self.predicted.base_step
 
     @property
     def logs_steps(self) -> bool:

@@ -29,7 +29,7 @@ from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import Catalog, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import is_log
-from lowdiff.recovery.plan import recoverable, spans_of
+from lowdiff.recovery.plan import recoverable, spans_of, was_predicted
 
 _RECORD_START = re.compile(RECORD_MAGIC)
 
@@ -139,10 +139,12 @@ def refuse_unreadable_newest(catalog: Catalog) -> None:
 def gap_after(catalog: Catalog, last: int) -> Finding | None:
     """Why replay does not lead beyond ``last``; None if that is no loss.
 
-    It may end before a step that retention removed or a replica used up (LowDiff+), and before one
-    that only a snapshot leads to.
+    It may end before a step that retention removed or a replica used up (LowDiff+), before one
+    that only a snapshot leads to, and before lost ones in whose place a later one was predicted.
     """
     step = last + 1
+    if was_predicted(catalog, step):
+        return None
     owner = next((span for span in spans_of(catalog) if span.owns(step)), None)
     if owner is None:
         return Finding(f"step {step} belongs to no incarnation that can be read")

@@ -11,6 +11,7 @@ from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.fences import Span, lineage
 from lowdiff.persistence.run.records import RankRecords, reach
+from lowdiff.types import Decision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,12 +176,25 @@ def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     return lineage(fences, min((step for step in began if step is not None), default=None))
 
 
+def decisions(catalog: Catalog) -> tuple[Decision, ...]:
+    """What was decided about lost steps on the run's history, oldest first; inexact from the first predicted one on."""
+    found = (catalog.incarnations[span.incarnation].lost_tail for span in spans_of(catalog))
+    return tuple(decision for decision in found if decision is not None)
+
+
+def was_predicted(catalog: Catalog, step: int) -> bool:
+    """Whether a step was lost, and what follows goes on from a prediction."""
+    return any(one.chosen and one.base_step < step <= one.step for one in decisions(catalog))
+
+
 def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int) -> str:
     if not bases:
         return "no snapshot lies at or before it"
     step = _reach(catalog, spans, bases[-1].step) + 1
     if step > target:
         return "it is not part of the run's history"
+    if was_predicted(catalog, step):
+        return f"step {step} was lost, and the run went on from a prediction of a later one"
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is not None and catalog.collected.holds(owner.incarnation, step):
         return f"retention removed the differential of step {step}"

@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
+from lowdiff.attach.lost_steps import lost_until, settle_lost_steps
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
 from lowdiff.attach.publish import publisher_of
@@ -86,7 +87,7 @@ from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
 from lowdiff.survivors.survivor import Survivor
 from lowdiff.tuner.measured import Past
-from lowdiff.types import Fence
+from lowdiff.types import Decision, Fence
 
 #: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
 _AUDITED_FIRST = 3
@@ -262,12 +263,21 @@ def open_session(
                 state = recover_together(
                     settings, attached, catalog, ranks, step, clock, restore=restore
                 )
+            past.facts.update(clock.facts(state))
+            lost_tail = None
+            if state is not None and restore == "all" and step is None:
+                until = lost_until(ranks, catalog, lock.reached, state)
+                if until is not None:
+                    state, lost_tail = settle_lost_steps(
+                        settings, attached, catalog, ranks, state, until
+                    )
             with ranks.together():
                 start = load_start(settings, given, ranks, state, restore)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
-                past.facts.update(clock.facts(state))
-            fence = _fenced(settings, given, catalog, ranks, start, memory.node)
+            if lost_tail is not None and lost_tail.chosen:
+                start = replace(start, needs_snapshot=True)
+            fence = _fenced(settings, given, catalog, ranks, start, memory.node, lost_tail)
         opened = _begin(
             settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
         )
@@ -295,6 +305,11 @@ def _refuse_sharded(
             "FSDP averages these by itself. Where there are copies, shard over one dimension of the mesh "
             'and name the other: fully_shard(module, mesh=mesh["shard"]), attach(model, optimizer, '
             'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica", no compressor'
+        )
+    if settings.lost_steps == "predict":
+        raise ConfigError(
+            'lost_steps="predict" needs every rank to hold the whole model; with sharded parameters lost '
+            "steps are made again: leave it out"
         )
     for name, thing in stateful.items():
         if isinstance(thing, AveragedModel) and any(map(is_sharded, thing.parameters())):
@@ -325,6 +340,7 @@ def _fenced(
     ranks: Ranks,
     start: Start,
     node: Node,
+    lost_tail: Decision | None,
 ) -> Fence:
     """The new incarnation; on return every rank's fence is durable."""
     own_names = [sorted(given.stateful), sorted(given.averages)]
@@ -362,6 +378,7 @@ def _fenced(
         life=life,
         staging=os.path.realpath(settings.staging_root),
         frozen_shards=attached.frozen_shards.layout,
+        lost_tail=lost_tail,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

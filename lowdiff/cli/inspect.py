@@ -98,6 +98,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         first, last = found.in_memory.first, found.in_memory.last
         told += f" ({span(first, last)}: in memory, until a reboot)"
     yield "recoverable", told
+    for decision in found.lost_tails:
+        yield "predicted" if decision.chosen else "lost", str(decision)
     if found.copies_of:
         yield "copies", f"of rank {', '.join(map(str, found.copies_of))}, on other nodes"
     if found.pins:

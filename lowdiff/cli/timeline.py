@@ -106,6 +106,8 @@ def _print(found: Timeline) -> None:
             f"{count(len(found.left_out), 'step')} left out ({span(first, last)}): something was "
             "changed outside the optimizer, so that only a snapshot leads there"
         )
+    for decision in found.lost_tails:
+        say(str(decision))
     far_out = first_outlier(found.steps)
     if far_out is None and len(found.steps) < FEWEST_STEPS:
         say(f"too few steps to tell whether one is far out of line: it takes {FEWEST_STEPS}")

@@ -279,6 +279,10 @@ class Agreement:
         """Whether another machine has taken over the run, as far as this rank knows."""
         return self._has_lost_run or self._lock.is_lost()
 
+    def note(self, incarnation: int, step: int) -> None:
+        """Leave word of a committed step for whoever trains the run after this process."""
+        self._lock.tell(incarnation, step)
+
     def stop(self) -> None:
         """Tell the other ranks, with the next news, to stop soon; for any thread."""
         self.was_told_to_stop = True

@@ -14,16 +14,22 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.trust import make_folder
 from lowdiff.persistence.run.owner import claim
 from lowdiff.settings import Settings
+from lowdiff.types import Reached
 
 
 class RunLock:
-    """A flock per rank, and on rank 0 the lease that other machines see."""
+    """A flock per rank, and on rank 0 the lease that other machines see, with how far the run has come.
+
+    Attributes:
+        reached: How far the trainer before this one had come, as far as rank 0 knows; read by `acquire`.
+    """
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self._settings = settings
         self._description = f"process {os.getpid()} on {socket.gethostname()} (rank {rank})"
         self._lock = FileLock(settings.folder.lock(rank))
         self._lease = Lease(settings.folder.lease) if rank == 0 else None
+        self.reached: Reached | None = None
 
     def acquire(self) -> None:
         """Take both, waiting for whoever lets go of them.
@@ -36,6 +42,7 @@ class RunLock:
         if self._lease is not None:
             seconds = f"{self._lease.seconds:.0f} s are enough"
             self._take(self._lease, f", on another machine, which may be dead: then {seconds}")
+            self.reached = _reached(self._lease.remark)
 
     def _take(self, lock: FileLock | Lease, hint: str = "") -> None:
         seconds = self._settings.lock_seconds
@@ -43,6 +50,11 @@ class RunLock:
             Code.WAITING_FOR_RUN.warn(f"waiting up to {seconds:.0f} s for {lock.holder()}{hint}")
             if not lock.acquire(self._description, timeout_seconds=seconds):
                 raise RunInUse(self._settings.run, lock.holder(), seconds)
+
+    def tell(self, incarnation: int, step: int) -> None:
+        """Have the lease say, from its next renewal on, that an incarnation has committed a step."""
+        if self._lease is not None:
+            self._lease.remark = f"{incarnation} {step}"
 
     def is_lost(self, *, look: bool = False) -> bool:
         """Whether another machine took over, as far as rank 0 knows."""
@@ -61,6 +73,13 @@ class RunLock:
                 self._lease.release()
         finally:
             self._lock.release()
+
+
+def _reached(remark: str) -> Reached | None:
+    """Read what `RunLock.tell` had written; None where there is nothing of it."""
+    numbers = remark.split()
+    is_told = len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers)
+    return Reached(*map(int, numbers)) if is_told else None
 
 
 class StagingArea:

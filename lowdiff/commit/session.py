@@ -315,6 +315,7 @@ class Session:
     def _show(self) -> None:
         is_preempted = self.agreement.is_preempted
         self._staging.show(self.step, self.committed_step, preempted=is_preempted)
+        self.agreement.note(self._live.incarnation, self.committed_step)
 
     def _warn_once(self, code: Code, kind: str, text: str) -> None:
         if kind not in self._warned:

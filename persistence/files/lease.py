@@ -23,6 +23,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOBODY = "-"
 _POLL_SECONDS = 0.1
 _LINE_BYTES = 256
+_DESCRIPTION = 120
 #: How long the training thread waits for a file system that may not answer.
 _LOOK_SECONDS = 1.0
 #: Clock that advances while the machine sleeps, where there is such a clock.
@@ -48,6 +49,9 @@ class Lease:
         seconds: Time without renewal after which a trainer elsewhere may take over.
         machine: Name of this machine. Only holders elsewhere are watched: the caller holds the
             flock, so a holder here has lost it.
+
+    Attributes:
+        remark: What the line says besides, from the next renewal on; at first, what the holder before said.
     """
 
     def __init__(self, path: Path, *, seconds: float = 15.0, machine: str = "") -> None:
@@ -56,6 +60,7 @@ class Lease:
         self._machine = machine or this_machine()
         self._token = secrets.token_hex(8)
         self._description = ""
+        self.remark = ""
         self._beats = 0
         self._trouble = ""
         self._lost = False
@@ -82,6 +87,7 @@ class Lease:
                     f"{_field(seen, 3)} has not renewed its lease; taking over"
                 )
                 is_free = True
+            self.remark = _field(seen, 4)
             if is_free and self._take(seen):
                 break
             if _now() - began >= timeout_seconds:
@@ -195,8 +201,15 @@ class Lease:
 
     def _write(self, descriptor: int, machine: str = "") -> None:
         self._beats += 1
-        line = f"{self._token}\t{machine or self._machine}\t{self._beats}\t{self._description}"
-        os.pwrite(descriptor, line.encode()[:_LINE_BYTES].ljust(_LINE_BYTES) + b"\n", 0)
+        fields = (
+            self._token,
+            machine or self._machine,
+            str(self._beats),
+            self._description[:_DESCRIPTION],
+            self.remark,
+        )
+        line = "\t".join(fields).encode()
+        os.pwrite(descriptor, line[:_LINE_BYTES].ljust(_LINE_BYTES) + b"\n", 0)
         os.fsync(descriptor)  # other machines see only what is on the server
 
     def _is_ours(self, line: bytes | None) -> bool:

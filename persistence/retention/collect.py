@@ -159,7 +159,7 @@ def take_inventory(
             StoredSegment(incarnation, rank, first, path, file_bytes(path))
             for incarnation, rank, first, path in folder.segments()
         ),
-        bases=tuple(fence.base_step for fence in beginning if fence.parent is not None),
+        bases=tuple(fence.last_of_parent for fence in beginning if fence.parent is not None),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -24,7 +25,15 @@ from lowdiff.errors import (
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
 from lowdiff.persistence.format.document import check_types, read_json, write_json
-from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
+from lowdiff.types import (
+    ITEM_BYTES,
+    Decision,
+    Environment,
+    Fence,
+    Layout,
+    OptimizerSpec,
+    ParameterSpec,
+)
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
@@ -74,7 +83,7 @@ def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span,
         fence = fences[number]
         if last is None or last >= fence.base_step:
             spans.append(Span(number, fence.world_size, fence.base_step, last))
-        last = fence.base_step if last is None else min(last, fence.base_step)
+        last = fence.last_of_parent if last is None else min(last, fence.last_of_parent)
         number = fence.parent
     return tuple(reversed(spans))
 
@@ -197,7 +206,11 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
     path = folder.fence(fence.incarnation, fence.rank)
     make_directory(path.parent)
     try:
-        write_json(path, asdict(fence), exclusive=True)
+        content = asdict(fence)
+        del content["lost_tail"]
+        if fence.lost_tail is not None:
+            content["lost_tail"] = fence.lost_tail.document()
+        write_json(path, content, exclusive=True)
     except FileExistsError as error:
         raise RunInUse(folder.root, "a trainer that attached at the same time", 0.0) from error
 
@@ -264,6 +277,7 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Environment, facts)
     environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
+    told = document.pop("lost_tail", None)
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
@@ -271,10 +285,23 @@ def _fence(document: dict[str, Any]) -> Fence:
         optimizers=optimizers,
         environment=environment,
         averages=averages,
+        lost_tail=None if told is None else _decision(told),
         **document,
     )
     _check(fence)
     return fence
+
+
+def _decision(document: dict[str, Any]) -> Decision:
+    check_types(Decision, document)
+    return Decision(
+        losses={
+            str(name): math.inf if loss is None else float(loss)
+            for name, loss in document.pop("losses").items()
+        },
+        refused={str(name): str(why) for name, why in document.pop("refused").items()},
+        **document,
+    )
 
 
 def _layout(document: dict[str, Any]) -> Layout:
@@ -304,6 +331,11 @@ def _check(fence: Fence) -> None:
     _check_layout(fence.frozen_shards, fence.world_size)
     if fence.parent is not None and fence.parent >= fence.incarnation:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
+    tail = fence.predicted
+    if tail is not None and not (
+        fence.parent is not None and tail.base_step < tail.step == fence.base_step
+    ):
+        raise ValueError(f"step {fence.base_step} is predicted as {tail!r:.200}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
     if "\0" in fence.staging:

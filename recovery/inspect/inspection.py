@@ -17,7 +17,8 @@ from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
-from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
+from lowdiff.recovery.plan import bytes_of, decisions, recoverable, spans_of, usable_snapshots
+from lowdiff.types import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Inspection:
             them is not counted.
         pins: Steps that retention spares, by label.
         copies_of: Ranks on other nodes of whose steps this machine keeps copies.
+        lost_tails: What was decided about lost steps on the run's history, oldest first.
     """
 
     run_id: str
@@ -103,10 +105,11 @@ class Inspection:
     damaged: int
     pins: tuple[PinnedStep, ...]
     copies_of: tuple[int, ...] = ()
+    lost_tails: tuple[Decision, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
-        return asdict(self)
+        return {**asdict(self), "lost_tails": [one.document() for one in self.lost_tails]}
 
 
 def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
@@ -153,6 +156,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
                 for pin in catalog.pins
             ),
             copies_of=tuple(sorted({copy.rank for copy in catalog.copies})),
+            lost_tails=decisions(catalog),
         )
 
 

@@ -22,6 +22,7 @@ from lowdiff.recovery.plan import (
     PlannedStep,
     RecoveryPlan,
     confirm_steps,
+    decisions,
     plan_recovery,
     recoverable,
     steps_after,
@@ -30,6 +31,7 @@ from lowdiff.recovery.plan import (
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.unit import Movement
 from lowdiff.recovery.search import Progress, carry_out, reporting
+from lowdiff.types import Decision
 
 #: A norm over so many times the median of those before it is far out of line.
 FAR_OUT = 50.0
@@ -69,12 +71,14 @@ class Timeline:
     Attributes:
         steps: Consecutive, but for those left out.
         left_out: Steps between them that cannot be measured, because only a snapshot leads there.
+        lost_tails: What was decided about lost steps on the run's history, oldest first.
     """
 
     run: str
     run_id: str
     steps: tuple[TimelineStep, ...]
     left_out: tuple[int, ...] = ()
+    lost_tails: tuple[Decision, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON content; what is not finite becomes None."""
@@ -90,6 +94,7 @@ class Timeline:
             "run_id": self.run_id,
             "steps": steps,
             "left_out": list(self.left_out),
+            "lost_tails": [decision.document() for decision in self.lost_tails],
         }
 
 
@@ -183,7 +188,7 @@ def _measured(
         steps += [_step(s, moved, elements) for s in plan.steps if s.step > start]
         done += len(plan.steps)
     left_out = set(range(start + 1, end + 1)) - {step.step for step in steps}
-    return Timeline(run, catalog.run_id, tuple(steps), tuple(sorted(left_out)))
+    return Timeline(run, catalog.run_id, tuple(steps), tuple(sorted(left_out)), decisions(catalog))
 
 
 def _unbroken(catalog: Catalog, last: int | None) -> tuple[int, int]:

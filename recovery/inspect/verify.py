@@ -29,7 +29,13 @@ from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, gap_after, judge, lost_after
 from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.plan import plan_recovery, recoverable, steps_after, usable_snapshots
+from lowdiff.recovery.plan import (
+    decisions,
+    plan_recovery,
+    recoverable,
+    steps_after,
+    usable_snapshots,
+)
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replica.recover import (
@@ -177,6 +183,7 @@ def _verify(
 ) -> VerifyReport:
     catalog = _look(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
+    notes += [Finding(str(decision)) for decision in decisions(catalog)]
     legs = _legs_of(catalog)
     # What is compared with is a second state.
     loaded = (sum(s.bytes for s in (leg.base, leg.target) if s is not None) for leg in legs)

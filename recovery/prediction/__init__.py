@@ -1,6 +1,6 @@
 """Predict the state of steps that are lost, from states of the past; inexact, and only where a user's own loss says so."""
 
-from lowdiff.recovery.prediction.gate import Decision, choose
+from lowdiff.recovery.prediction.gate import choose
 from lowdiff.recovery.prediction.history import History, predicted_state
 from lowdiff.recovery.prediction.predictors import (
     AutoRegressive,
@@ -9,6 +9,7 @@ from lowdiff.recovery.prediction.predictors import (
     Stale,
 )
 from lowdiff.recovery.prediction.temporal import Temporal
+from lowdiff.types import Decision
 
 __all__ = [
     "AutoRegressive",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +11,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.recovery.prediction.history import History
 from lowdiff.recovery.prediction.predictors import AutoRegressive, DampedLinear, Predictor, Stale
 from lowdiff.recovery.prediction.temporal import Temporal
+from lowdiff.types import Decision
 
 #: What is tried where the user names nothing.
 PREDICTORS: tuple[Predictor, ...] = (
@@ -22,27 +22,6 @@ PREDICTORS: tuple[Predictor, ...] = (
 )
 #: Loss on what is held out of a model with these parameters, name -> flat values.
 Validate = Callable[[Mapping[str, torch.Tensor]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A choice among predictions of the steps that are lost.
-
-    Attributes:
-        base_step: The last step whose state is known.
-        step: The step that was predicted.
-        losses: Held-out loss of each predictor by its name, the last state's first; infinite where it is no number.
-        refused: Why a predictor made no candidate, by its name.
-        chosen: The predictor that was taken; empty if none.
-        reason: In plain words.
-    """
-
-    base_step: int
-    step: int
-    losses: Mapping[str, float]
-    refused: Mapping[str, str]
-    chosen: str
-    reason: str
 
 
 def choose(
