@@ -148,6 +148,49 @@ class PredictorCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class Curves:
+    """What one training says about predicting its steps.
+
+    Attributes:
+        loss: Over steps.
+        predictor: Over saves.
+    """
+
+    loss: LossCurve
+    predictor: PredictorCurve
+
+    @classmethod
+    def fit(
+        cls, losses: Sequence[tuple[float, float]], errors: Sequence[tuple[float, float]]
+    ) -> Self:
+        """Fit both.
+
+        Args:
+            losses: Steps and losses of the training; steps ascend.
+            errors: Saves and the mean squared error of a parameter that was predicted from so many, as
+                `lowdiff.recovery.prediction.backtest` finds them; saves ascend.
+
+        Raises:
+            ConfigError: If a curve cannot be fitted.
+        """
+        return cls(LossCurve.fit(losses), PredictorCurve.fit(errors))
+
+    def planned(
+        self,
+        *,
+        num_parameters: float,
+        step_seconds: float,
+        failures_per_second: float,
+        save_seconds: float,
+    ) -> Interval:
+        """Choose the interval between saves; see `PredictedJob` and `planned_interval`."""
+        loss = self.loss.over_seconds(step_seconds)
+        return planned_interval(
+            PredictedJob(loss, self.predictor, num_parameters, failures_per_second, save_seconds)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PredictedJob:
     """A job whose lost steps are predicted.
 

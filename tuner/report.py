@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import (
     MAX_BATCH,
     Choice,
@@ -36,6 +37,7 @@ from lowdiff.tuner.costs import (
 )
 from lowdiff.tuner.failures import FailureRates, Rate
 from lowdiff.tuner.logged import logged_cells, logged_per_day
+from lowdiff.tuner.lost_tail import Curves, Interval
 from lowdiff.tuner.side_by_side import Assumptions, Published, Row, SideBySide, side_by_side
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
@@ -71,6 +73,7 @@ class Question:
         assumed_because: Reason why costs are assumed, if any are.
         decisions: Decisions of the online policy, oldest first.
         elements: Parameters of the model; 0 if unknown.
+        curves: What is known about predicting lost steps; None if nothing was asked about that.
     """
 
     title: str
@@ -88,6 +91,7 @@ class Question:
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
     elements: float = 0.0
+    curves: Curves | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class Report:
         side_by_side: ``torch.save`` and lowdiff's strategies; None for a job that never fails.
         bytes_per_day: Bytes that all ranks write in a day.
         stored_bytes: Most bytes that the run folder holds.
+        predicting: How often to save if lost steps were predicted; None if nothing was asked about that.
         warnings: Warnings in plain words.
     """
 
@@ -153,6 +158,7 @@ class Report:
     side_by_side: SideBySide | None
     bytes_per_day: float
     stored_bytes: float
+    predicting: Interval | None
     warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -193,6 +199,7 @@ class Report:
             },
             "copies": question.copies and question.copies.document(),
             "log_bytes_per_day": logged_per_day(question.elements, *_pace(question.costs)),
+            "predicting": self.predicting and asdict(self.predicting),
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),
@@ -231,7 +238,26 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         side_by_side=_side_by_side(question, choice.setting),
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
+        predicting=None if question.curves is None else _predicting(question, question.curves),
         warnings=(*_warnings(question, choice), *_better(simulated)),
+    )
+
+
+def _predicting(question: Question, curves: Curves) -> Interval:
+    """Choose how often to save if steps that a lost node takes along were predicted; a crash loses none.
+
+    Raises:
+        ConfigError: If the model's size is unknown, or no failure loses a node.
+    """
+    costs, node = question.costs, question.rates.node.mtbf_seconds
+    if not question.elements or node > _NEVER_SECONDS:
+        why = "it never loses a node" if question.elements else "its parameters are sharded"
+        raise ConfigError(f"{question.title}: {why}, so there are no lost steps to predict")
+    return curves.planned(
+        num_parameters=question.elements,
+        step_seconds=_pace(costs)[1],
+        failures_per_second=1 / node,
+        save_seconds=costs.snapshot_seconds,
     )
 
 
@@ -430,7 +456,15 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
         ("stored", f"{stored}, {_kept(question.limits.kept_snapshots)}"),
         ("lowdiff with the published model's setting", published),
+        *_predicting_facts(report.predicting),
     ]
+
+
+def _predicting_facts(found: Interval | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    told = f"a snapshot every {readable_seconds(found.seconds)} ({found.by}): {found.reason}"
+    return [("if lost steps were predicted", told)]
 
 
 def _named(setting: Setting) -> str:

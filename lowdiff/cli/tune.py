@@ -91,6 +91,15 @@ SaveTime = Annotated[
     ),
 ]
 
+LostTail = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE.json",
+        help="Losses of a training and errors of a predictor: says how often to save if steps that are "
+        "lost with a node were predicted, see docs/lost_tail.md.",
+    ),
+]
+
 
 def tune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
@@ -127,6 +136,7 @@ def tune(
     all_at_once: AllAtOnce = 0.05,
     snapshot_every: SnapshotEvery = 100,
     save_time: SaveTime = None,
+    lost_tail: LostTail = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -135,7 +145,13 @@ def tune(
     Uses the run's own measurements of steps, stalls, writes, restarts and failures, and compares
     strategies. Only reads files; works while the run is training and after a crash.
     """
-    from lowdiff.cli.tuning_report import assumptions_of, limits_of, print_report, question_of_run
+    from lowdiff.cli.tuning_report import (
+        assumptions_of,
+        curves_of,
+        limits_of,
+        print_report,
+        question_of_run,
+    )
     from lowdiff.tuner import units
 
     question = question_of_run(
@@ -154,6 +170,7 @@ def tune(
             snapshot_every=snapshot_every,
             save_time=save_time,
         ),
+        curves=curves_of(lost_tail),
     )
     print_report(question, html, as_json=as_json)
 
@@ -249,6 +266,7 @@ def plan(
     all_at_once: AllAtOnce = 0.05,
     snapshot_every: SnapshotEvery = 100,
     save_time: SaveTime = None,
+    lost_tail: LostTail = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -257,7 +275,13 @@ def plan(
     Computes the costs from the sizes of model and machines, and compares strategies. The report marks
     assumed values.
     """
-    from lowdiff.cli.tuning_report import assumptions_of, limits_of, print_report, question_of_plan
+    from lowdiff.cli.tuning_report import (
+        assumptions_of,
+        curves_of,
+        limits_of,
+        print_report,
+        question_of_plan,
+    )
     from lowdiff.tuner import units
     from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job, spread
 
@@ -303,5 +327,6 @@ def plan(
             copies_overhead=copies_overhead,
         ),
         typed=typed,
+        curves=curves_of(lost_tail),
     )
     print_report(question, html, as_json=as_json)

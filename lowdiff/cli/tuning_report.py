@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection
 from dataclasses import replace
@@ -29,6 +30,7 @@ from lowdiff.tuner.costs import Estimate
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.logged import LOGGED_HEADS
+from lowdiff.tuner.lost_tail import Curves
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
     Measured,
@@ -96,6 +98,27 @@ def assumptions_of(
     )
 
 
+def curves_of(path: Path | None) -> Curves | None:
+    """Read what is known about predicting lost steps; None without a file.
+
+    Raises:
+        ConfigError: If the file cannot be read, or says nothing that curves fit.
+    """
+    if path is None:
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        losses, errors = (
+            [(float(at), float(value)) for at, value in told[key]] for key in ("losses", "errors")
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'{path} is no JSON with "losses", pairs of step and loss, and "errors", pairs of saves and error: '
+            f"{error!r}"
+        ) from error
+    return Curves.fit(losses, errors)
+
+
 def question_of_run(
     run: str,
     *,
@@ -106,6 +129,7 @@ def question_of_run(
     limits: Limits,
     failure_shape: float,
     assumptions: Assumptions,
+    curves: Curves | None = None,
 ) -> Question:
     """Make the report's input from a run's own measurements; only reads, also from a live run.
 
@@ -167,6 +191,7 @@ def question_of_run(
         ),
         decisions=[decision for document in documents for decision in document.decisions],
         elements=_elements(fence),
+        curves=curves,
     )
 
 
@@ -300,6 +325,7 @@ def question_of_plan(
     assumptions: Assumptions,
     network_bytes_per_second: float,
     typed: Collection[str],
+    curves: Curves | None = None,
 ) -> Question:
     """Make the report's input for a planned job; ``typed`` are the options that the user typed.
 
@@ -350,6 +376,7 @@ def question_of_plan(
         known_warnings=tuple(warnings),
         assumed_because="not given",
         elements=job.params,
+        curves=curves,
     )
 
 

@@ -7,6 +7,7 @@ from lowdiff.recovery.prediction.predictors import (
     DampedLinear,
     Predictor,
     Stale,
+    backtest,
 )
 from lowdiff.recovery.prediction.temporal import Temporal
 from lowdiff.types import Decision
@@ -19,6 +20,7 @@ __all__ = [
     "Predictor",
     "Stale",
     "Temporal",
+    "backtest",
     "choose",
     "predicted_state",
 ]

@@ -43,6 +43,24 @@ class Predictor(Protocol):
         """
 
 
+def backtest(predictor: Predictor, history: History) -> list[tuple[int, float]]:
+    """Return how well each state of a history is predicted from the states before it.
+
+    Returns:
+        Pairs of the number of states that were seen and the mean squared error of one parameter, for
+        `lowdiff.tuner.lost_tail.PredictorCurve`. What a predictor refuses is left out.
+    """
+    found = []
+    for seen in range(predictor.least_states, len(history.steps)):
+        try:
+            made = predictor.predict(history.until(history.steps[seen - 1]), history.steps[seen])
+        except ConfigError:
+            continue
+        errors = [(made[n] - own[seen]).double().square() for n, own in history.parameters.items()]
+        found.append((seen, float(torch.cat(errors).mean())))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Stale:
     """The last state as it is: what every other predictor must beat."""

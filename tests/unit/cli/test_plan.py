@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -50,6 +51,35 @@ def test_a_plan_counts_values_in_few_bits(command: Command) -> None:
     assert "TopK(0.01, value_bits=2)" in fewer["title"]
     name = "differential_bytes"
     assert 0.25 < fewer["estimates"][name]["median"] / usual["estimates"][name]["median"] < 0.35
+
+
+def test_a_plan_says_how_often_to_save_if_lost_steps_were_predicted(
+    command: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "tail.json"
+    losses = [[step, 3 * math.exp(-step / 50_000)] for step in range(0, 20_000, 1000)]
+    errors = [[saves, 1e-9 * math.exp(-saves / 4)] for saves in range(4, 20)]
+    file.write_text(json.dumps({"losses": losses, "errors": errors}))
+    found = json.loads(command(*PLAN, "--lost-tail", file, "--json").out)["predicting"]
+    assert found["by"] in ("closed form", "clamped")
+    assert "if lost steps were predicted" in command(*PLAN, "--lost-tail", file).out
+    flat = [[saves, 1e-9 * (1 + saves % 2)] for saves in range(4, 20)]
+    file.write_text(json.dumps({"losses": losses, "errors": flat}))
+    found = json.loads(command(*PLAN, "--lost-tail", file, "--json").out)["predicting"]
+    assert found["by"] == "Young"
+    assert json.loads(command(*PLAN, "--json").out)["predicting"] is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"losses": [[1, 2]]}', '{"losses": 3, "errors": []}'])
+def test_a_plan_refuses_curves_that_it_cannot_read(
+    command: Command, tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "tail.json"
+    file.write_text(text)
+    result = command(*PLAN, "--lost-tail", file)
+    assert result.code == 2
+    assert f'{file} is no JSON with "losses"' in result.error
+    assert command(*PLAN, "--lost-tail", tmp_path / "none").code == 2
 
 
 def test_a_plan_says_what_it_assumed(command: Command) -> None:

@@ -19,6 +19,7 @@ from lowdiff.recovery.prediction import (
     Predictor,
     Stale,
     Temporal,
+    backtest,
     choose,
     predicted_state,
 )
@@ -69,6 +70,15 @@ def test_a_smooth_course_is_predicted_closer_than_by_the_last_state(
     wanted = decaying(110 + ahead)
     stale = distance(Stale().predict(history(steps), 110 + ahead), wanted)
     assert distance(predictor.predict(history(steps), 110 + ahead), wanted) < 0.6 * stale
+
+
+@pytest.mark.parametrize("predictor", [Stale(), *PREDICTORS], ids=lambda one: one.name)
+def test_a_backtest_predicts_every_state_from_those_before_it(predictor: Predictor) -> None:
+    found = dict(backtest(predictor, history(EVEN)))
+    assert list(found)[-1] == len(EVEN) - 1
+    before = history(EVEN).until(EVEN[-2])
+    wanted = distance(predictor.predict(before, EVEN[-1]), decaying(EVEN[-1])) ** 2 / 400
+    assert found[len(EVEN) - 1] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_auto_regression_continues_what_it_can_express() -> None:
