@@ -41,7 +41,7 @@ class AsyncSave:
         """See ``Arm.after_step``."""
         self.drain()
         saving = dcp.async_save(
-            _contents(self._training),
+            contents_of(self._training),
             checkpoint_id=self._place.step(step),
             planner=self._planner,
             process_group=self._group,
@@ -61,7 +61,7 @@ class AsyncSave:
         """See ``Arm.restore``: ``.metadata`` is written last, so a folder without is not whole."""
 
         def load(path: Path) -> None:
-            contents = _contents(training)
+            contents = contents_of(training)
             dcp.load(contents, checkpoint_id=path, process_group=self._group)
             set_state_dict(
                 training.model,
@@ -91,6 +91,7 @@ def completion(saving: Future[Any] | AsyncSaveResponse) -> Future[Any]:
     return saving.upload_completion if isinstance(saving, AsyncSaveResponse) else saving
 
 
-def _contents(training: Trained) -> dict[str, Any]:
+def contents_of(training: Trained) -> dict[str, Any]:
+    """State dicts by PyTorch's names; an optimizer that has not stepped gets its state."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     return {"model": model, "optimizer": optimizer}

@@ -24,6 +24,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "orbax": ("orbax-checkpoint==0.12.8", "jax==0.10.2"),
     "lightning": ("lightning==2.6.6",),
     "deepspeed": ("deepspeed==0.19.8",),
+    "torch_checkpointing": ("torch_checkpointing==0.1.1",),
 }
 _STAMP = "installed-by-bench_peers"
 

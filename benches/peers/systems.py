@@ -158,6 +158,14 @@ SYSTEMS: dict[str, System] = {
         _NO_FSYNC,
         environment="deepspeed",
     ),
+    "torch_checkpointing": System(
+        "torch_checkpointing",
+        "torch_checkpointing",
+        "ManagerSave",
+        "asynchronous, pinned memory and O_DIRECT off, every rank writes its own whole state",
+        _NO_FSYNC,
+        environment="torch_checkpointing",
+    ),
     "published": System(
         "LowDiff as published, made anew for CPUs",
         "published",
