@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from lowdiff.attach.begin import Opened
 from lowdiff.attach.close import finish, release
-from lowdiff.attach.open import Opened, meeting, open_session
+from lowdiff.attach.open import meeting, open_session
 from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
 from lowdiff.compressors import Averaged, Dense

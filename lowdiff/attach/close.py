@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from lowdiff.attach.open import Opened
+from lowdiff.attach.begin import Opened
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, WriterFailed
 from lowdiff.persistence.format.image import is_complete

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowdiff.attach.open import Opened
+from lowdiff.attach.begin import Opened
 from lowdiff.errors import ConfigError, StepNotFound
 from lowdiff.persistence.retention.collect import retention_locked, take_inventory
 from lowdiff.persistence.retention.plan import is_on, owner_of

@@ -109,7 +109,9 @@ def test_nothing_is_lost_where_every_step_comes_back(
         back = predicting(tmp_path, refuse)
         assert back.attach(step=3) == 3  # the user's own choice
         back.die()
-        assert predicting(tmp_path, refuse).attach() == 3
+        last = predicting(tmp_path, refuse)
+        assert last.attach() == 3
+        last.checkpointer.close()
     assert not {getattr(r, "code", "") for r in caplog.records} & {"LD315", "LD316"}
 
 
@@ -241,6 +243,7 @@ def test_a_history_of_one_state_predicts_nothing(tmp_path: Path) -> None:
     assert "no predictor made a candidate" in decision.reason
     assert set(decision.losses) == {"stale"}
     assert "needs 2 states" in decision.refused["damped linear"]
+    again.checkpointer.close()
 
 
 def test_what_validate_leaves_in_the_model_is_gone(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class QuickLoop(Loop):
     def attach(self, **options: Any) -> int:
         at_once = partial(WriterSettings, segment_seconds=0.0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lowdiff.attach.open.WriterSettings", at_once)
+            patch.setattr("lowdiff.attach.begin.WriterSettings", at_once)
             return super().attach(**options)
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff import testing
+from lowdiff.attach.begin import Opened
 from lowdiff.attach.close import finish
-from lowdiff.attach.open import Opened
 from lowdiff.commit.queue import LogQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
