@@ -177,9 +177,18 @@ def spans_of(catalog: Catalog) -> tuple[Span, ...]:
 
 
 def decisions(catalog: Catalog) -> tuple[Decision, ...]:
-    """What was decided about lost steps on the run's history, oldest first; inexact from the first predicted one on."""
-    found = (catalog.incarnations[span.incarnation].lost_tail for span in spans_of(catalog))
-    return tuple(decision for decision in found if decision is not None)
+    """What was decided about lost steps on the run's history, oldest first; inexact from the first predicted one on.
+
+    A prediction counts once its snapshot was durable: it or a later one is there.
+    """
+    newest = max((snapshot.incarnation for snapshot in catalog.snapshots), default=-1)
+    numbers = [span.incarnation for span in spans_of(catalog)]
+    found = [(number, catalog.incarnations[number].lost_tail) for number in numbers]
+    return tuple(
+        decision
+        for number, decision in found
+        if decision is not None and (not decision.chosen or number <= newest)
+    )
 
 
 def was_predicted(catalog: Catalog, step: int) -> bool:
@@ -193,7 +202,7 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
     step = _reach(catalog, spans, bases[-1].step) + 1
     if step > target:
         return "it is not part of the run's history"
-    if was_predicted(catalog, step):
+    if was_predicted(catalog, step) and was_predicted(catalog, target + 1):
         return f"step {step} was lost, and the run went on from a prediction of a later one"
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is not None and catalog.collected.holds(owner.incarnation, step):

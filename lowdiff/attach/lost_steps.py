@@ -5,7 +5,8 @@ The lease in the run folder tells, to within three seconds, how far the life bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
@@ -36,11 +37,15 @@ def lost_until(
     Args:
         ranks: All of them.
         catalog: What there is.
-        reached: How far a life had come, as far as rank 0 knows. It says nothing if a later one has begun.
+        reached: How far an incarnation had come, as far as rank 0 knows. It says nothing if a later one has begun; that
+            had come to its base at least.
         state: The newest that was recovered.
     """
-    is_newest = reached is not None and reached.incarnation == max(catalog.incarnations, default=-1)
-    told: int = ranks.gather(reached.step if reached is not None and is_newest else -1)[0]
+    newest = max(catalog.incarnations, default=-1)
+    known = -1 if newest < 0 else catalog.incarnations[newest].base_step
+    if reached is not None and reached.incarnation == newest:
+        known = max(known, reached.step)
+    told: int = ranks.gather(known)[0]
     return told if told > state.step else None
 
 
@@ -104,7 +109,7 @@ def _decided(
     else:
         try:
             history = _history(attached, catalog, state, step)
-        except (LowDiffError, MemoryError, RuntimeError) as error:
+        except (LowDiffError, MemoryError, RuntimeError, OSError) as error:
             why = f"states of the past cannot be had ({type(error).__name__}: {error})"
         else:
             return choose(history, step, candidates.loss)
@@ -181,10 +186,33 @@ class _Candidates:
         model, known = self._attached.module, self._state.parameters
         made = {name: values.to(known[name].dtype) for name, values in parameters.items()}
         load_model(replace(self._state, parameters=made), self._items, self._attached)
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            with torch.no_grad():
-                return float(self._validate(model))
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
+        with _as_it_was(model), torch.no_grad():
+            return float(self._validate(model))
+
+
+@contextmanager
+def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Give a model back the tensors and modes that it had; their values are loaded anew."""
+    parts = [
+        (
+            part,
+            dict(part._parameters),
+            dict(part._buffers),
+            set(part._non_persistent_buffers_set),
+            part.training,
+        )
+        for part in model.modules()
+    ]
+    tensors = [(p, p.data, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for part, parameters, buffers, not_saved, is_training in parts:
+            part._parameters.clear()
+            part._parameters.update(parameters)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            part._non_persistent_buffers_set, part.training = not_saved, is_training
+        for parameter, data, needs_gradient in tensors:
+            parameter.data = data
+            parameter.requires_grad_(needs_gradient)

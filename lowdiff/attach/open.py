@@ -173,6 +173,7 @@ def open_session(
                 )
         modes: dict[str, object] = {"watch": settings.watch}
         modes["optimizer_steps"] = settings.optimizer_steps
+        modes["lost_steps"] = settings.lost_steps
         if attached.is_sharded:
             modes["replicate"] = attached.replicas is not None
         refuse_disagreement(ranks, settings.compressor, attached.layout, modes)

@@ -201,11 +201,12 @@ class Lease:
 
     def _write(self, descriptor: int, machine: str = "") -> None:
         self._beats += 1
+        description = self._description.encode()[:_DESCRIPTION].decode(errors="ignore")
         fields = (
             self._token,
             machine or self._machine,
             str(self._beats),
-            self._description[:_DESCRIPTION],
+            description,
             self.remark,
         )
         line = "\t".join(fields).encode()

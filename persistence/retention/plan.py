@@ -154,9 +154,10 @@ def is_valid(spans: Sequence[Span], pin: Pin) -> bool:
 
 
 def owner_of(spans: Sequence[Span], step: int) -> int | None:
-    """Return the incarnation that owns a step; the first incarnation owns its base as well."""
-    if spans and step == spans[0].base:
-        return spans[0].incarnation
+    """Return the incarnation that owns a step; a base that no incarnation before it made is its own as well."""
+    for before, span in zip((None, *spans), spans):  # noqa: B905  the last one is before none
+        if step == span.base and (before is None or before.last != span.base):
+            return span.incarnation
     return next((span.incarnation for span in spans if span.owns(step)), None)
 
 

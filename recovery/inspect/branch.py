@@ -71,6 +71,7 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
         constants="",  # each shard of the one snapshot holds them
         life=new_life(),
         world_size=len(state.items),
+        lost_tail=None,
     )
     with new_directory(target) as partial:
         folder = RunFolder(partial)

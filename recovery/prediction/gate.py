@@ -68,11 +68,13 @@ def choose(
             continue
         try:
             made = predictor.predict(history, step)
-        except ConfigError as error:
+        except (ConfigError, RuntimeError, MemoryError) as error:
             refused[predictor.name] = str(error)
             continue
         if not all(bool(values.isfinite().all()) for values in made.values()):
             refused[predictor.name] = "its values are not finite"
+            if predictor == Stale():
+                return decided("", "the last state is not finite; nothing is predicted"), None
             continue
         try:
             found = float(validate(made))

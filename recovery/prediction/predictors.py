@@ -191,6 +191,8 @@ def denoised(values: torch.Tensor, kept: float) -> torch.Tensor:
         values: ``[n, numel]``, at even distances.
         kept: Share of the frequencies that stay, lowest first.
     """
+    if not values.numel():
+        return values
     count = len(values)
     shares = torch.linspace(0, 1, count)[:, None]
     line = torch.lerp(values[:1], values[-1:], shares)

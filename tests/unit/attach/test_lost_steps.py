@@ -20,6 +20,7 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.fences import read_fence
+from lowdiff.recovery.inspect.branch import start_run
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.inspect.timeline import timeline
 from lowdiff.recovery.inspect.verify import verify
@@ -351,3 +352,98 @@ def test_all_ranks_take_the_same_prediction_or_none(pool: Pool, tmp_path: Path, 
         assert begun == DURABLE
         assert "rank 2: ValueError: only here" in told
     assert verify(tmp_path / "run", tmp_path / "none").ok
+
+
+def lazily_masked(model: nn.Module) -> float:
+    if not hasattr(model, "mask"):
+        model.register_buffer("mask", torch.ones(3))
+    return held_out(model)
+
+
+def frozen(model: nn.Module) -> float:
+    model.requires_grad_(False)
+    return held_out(model)
+
+
+def in_double(model: nn.Module) -> float:
+    model.double().eval()
+    with torch.inference_mode():
+        return float(model(HELD_OUT.double()).square().mean())
+
+
+def replacing(model: nn.Module) -> float:
+    loss = held_out(model)
+    linear = model.get_submodule("0")
+    assert isinstance(linear, nn.Linear)
+    linear.weight = nn.Parameter(linear.weight.detach() * 2)
+    return loss
+
+
+@pytest.mark.parametrize("validate", [lazily_masked, frozen, in_double, replacing])
+def test_what_validate_makes_of_the_model_is_undone(tmp_path: Path, validate: Any) -> None:
+    lose(tmp_path)
+    again = predicting(tmp_path, validate)
+    before = dict(again.model.named_parameters())
+    assert again.attach() == REACHED
+    after = dict(again.model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in after.values())
+    assert not hasattr(again.model, "mask")
+    for number in again.checkpointer.steps(REACHED + 2):
+        again.step(number)
+    again.checkpointer.close()
+
+
+def test_a_prediction_is_pinned_and_branched_like_any_step(tmp_path: Path) -> None:
+    lose(tmp_path)
+    again = predicting(tmp_path, held_out)
+    again.attach()
+    again.checkpointer.keep(label="predicted")
+    for number in again.checkpointer.steps(REACHED + 4):
+        again.step(number)
+    again.checkpointer.close()
+    assert [pin.is_void for pin in inspect(tmp_path / "run").pins] == [False]
+    for step in (REACHED, REACHED + 2):
+        new = tmp_path / f"from-{step}"
+        start_run(lowdiff.recover(tmp_path / "run", step), new)
+        assert verify(new).ok
+
+
+def test_a_state_that_is_not_finite_predicts_nothing(tmp_path: Path) -> None:
+    lost = loop(tmp_path)
+    lost.attach()
+    for number in lost.checkpointer.steps(LAST):
+        lost.step(number)
+        with torch.no_grad():
+            next(lost.model.parameters()).fill_(math.nan)
+        if number == DURABLE:
+            testing.wait_until(lost.checkpointer, lambda stats: stats["durable_step"] >= DURABLE)
+    lost.die()
+    shutil.rmtree(tmp_path / "staging")
+    again = predicting(tmp_path, held_out)
+    assert again.attach() == DURABLE
+    decision = decision_of(tmp_path)
+    assert decision is not None
+    assert "the last state is not finite" in decision.reason
+    again.checkpointer.close()
+
+
+def test_a_death_in_attach_does_not_hide_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose(tmp_path)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.attach.open.begin", die)
+        with pytest.raises(KeyboardInterrupt):
+            predicting(tmp_path, held_out).attach()
+    assert inspect(tmp_path / "run").lost_tails == ()  # nothing came of it
+    with caplog.at_level(logging.WARNING, "lowdiff"):
+        again = predicting(tmp_path, held_out)
+        assert again.attach() == REACHED
+    assert "LD316" in caplog.text
+    again.checkpointer.close()
+    assert verify(tmp_path / "run").ok

@@ -234,3 +234,23 @@ def test_a_prediction_that_does_not_fit_is_refused(run: Path, broken: str) -> No
         values[name] = torch.full_like(values[name], math.nan)
     with pytest.raises(ConfigError):
         predicted_state(state, values, 30 if broken == "step" else 42)
+
+
+def test_an_empty_parameter_and_a_predictor_that_fails_stop_nothing() -> None:
+    class Failing:
+        name, least_states = "failing", 1
+
+        def predict(self, history: History, step: int) -> dict[str, torch.Tensor]:
+            raise RuntimeError("singular")
+
+    base = history(EVEN)
+    with_empty = History(base.steps, {**base.parameters, "e": torch.zeros(len(EVEN), 0)})
+    decision, taken = choose(
+        with_empty,
+        130,
+        lambda made: distance({n: made[n] for n in ("a", "b")}, decaying(130)),
+        predictors=[Failing(), *PREDICTORS],
+    )
+    assert decision.refused == {"failing": "singular"}
+    assert taken is not None
+    assert set(taken) == {"a", "b", "e"}
