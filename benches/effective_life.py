@@ -155,13 +155,16 @@ def live(plan: Plan, attempt: int, rank: int, port: int) -> None:
         port: Of the store through which the ranks of all attempts meet.
     """
     _print_into(plan.folder / "output")
+    code = 1
     try:
         _train(plan, attempt, rank, port)
+        code = 0
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
-    # Gloo's threads may wait for ever when they are torn down beside a rank that is gone.
-    os._exit(0)
+        raise
+    finally:
+        # Gloo's threads may wait for ever when they are torn down beside a rank that is gone.
+        os._exit(code)
 
 
 def _train(plan: Plan, attempt: int, rank: int, port: int) -> None:

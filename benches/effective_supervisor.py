@@ -32,8 +32,8 @@ _LOOK_SECONDS = 0.05
 #: How long torchrun waits between SIGTERM and SIGKILL.
 _TERM_SECONDS = 30.0
 _PATIENCE_SECONDS = 300.0
-#: Steps that are made after the end was decided: the ranks are one step apart at most.
-_LAST_STEPS = 3
+#: What is still made after the end was decided, so that no rank learns of the end too late.
+_LAST_STEPS, _LAST_SECONDS = 3, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,9 @@ class Supervisor:
             return bool(own) and max(own) == max(line.step for line in steps)
 
         self._watch(goes_on)
-        steps = [line.step for line in self.lines if line.what == "step"]
-        self.end_at(max(steps) + _LAST_STEPS)
+        steps = [line for line in self.lines if line.what == "step" and line.rank == 0]
+        in_reach = sum(line.when > time.time() - _LAST_SECONDS for line in steps)
+        self.end_at(max(line.step for line in steps) + in_reach + _LAST_STEPS)
         return self.lines
 
     def end_at(self, step: int) -> None:
