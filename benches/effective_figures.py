@@ -90,7 +90,8 @@ def life_of(began: float, struck: Sequence[Struck], lines: Sequence[Line]) -> Li
     steps = [line for line in lines if line.what == "step"]
     saved = {(line.attempt, line.step) for line in lines if line.what == "saved"}
     own = [line for line in steps if line.rank == 0]
-    plain, saving = [], []
+    plain: list[float] = []
+    saving: list[float] = []
     for before, after in pairwise(own):
         if before.attempt == after.attempt:
             is_saving = (after.attempt, after.step) in saved
@@ -206,7 +207,7 @@ def figures_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
 
 def plain_seconds(row: Mapping[str, Any]) -> float:
     """A step without checkpoints and without failures, measured right before and after a life."""
-    return statistics.mean(row["plain_seconds"])
+    return float(statistics.mean(row["plain_seconds"]))
 
 
 def _simulated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -240,7 +241,7 @@ def _strategy(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Stra
         found = [(f["kind"], f["seconds"]["first_step"] - step)
                  for own in rows for f in own["failures"] if "first_step" in f["seconds"]]  # fmt: skip
         own_kind = [seconds for k, seconds in found if k == kind]
-        return max(0.0, statistics.mean(own_kind or [seconds for _, seconds in found] or [0.0]))
+        return max(0.0, float(statistics.mean(own_kind or [s for _, s in found] or [0.0])))
 
     interval = row["interval"]
     process, node = (

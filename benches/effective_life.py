@@ -120,7 +120,7 @@ class Training:
         tokens = torch.randint(self._config.vocabulary, self._shape, generator=generator)
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.module(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         if self.compression is not None:
             self.compression.end_step()
