@@ -9,7 +9,8 @@ failures are SIGKILL of one rank, half are the loss of a node: SIGKILL of its ra
 removal of its staging folder. Then all ranks start anew. All arms meet the same failures:
 
 - ``log`` (PowerSGD of rank 4), ``log_copies`` (with ``copies=2``), ``replica``, ``survivors``, with default settings;
-- ``torch_save``, by rank 0, and ``dcp`` (``async_save``), of everything, at the interval of Young's formula.
+- ``torch_save``, by rank 0, and ``dcp`` (``async_save``), of everything, at the interval of Young's formula. Both sync
+  their files, because a file in a shared folder that was not does not outlive the node that wrote it.
 
 The effective share is the number of distinct steps at the end, times the time of a step without checkpoints and
 failures (measured right before and after each life, and without compression for all arms), over wall time.

@@ -141,6 +141,22 @@ class Training:
         torch.set_rng_state(state["rng"])
 
 
+class SyncedSave(TorchSave):
+    """``torch.save`` to a file that is synced, as one must be that outlives its node."""
+
+    def after_step(self, step: int) -> bool:
+        """See ``benches.peers.arm.Arm.after_step``."""
+        if self._place.rank == 0:
+            path = self._place.step(step, ".pt")
+            partial = path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                torch.save(self._training.state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        return True
+
+
 #: Trains from a step on, and calls something after each.
 Loop = Callable[[int, Callable[[int], object]], None]
 
@@ -214,7 +230,7 @@ def _save_in_intervals(plan: Plan, rank: int, training: Training, diary: Diary, 
     files = plan.folder / "saved"
     files.mkdir(exist_ok=True)
     place = Place(files, plan.node(rank), rank, WORLD_SIZE, plan.interval, 1)
-    arm = TorchSave(place) if plan.arm == "torch_save" else AsyncSave(place)
+    arm = SyncedSave(place) if plan.arm == "torch_save" else AsyncSave(place)
     start = arm.restore(training)
     arm.open(training)
 
