@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benches import scale_tables, tables
+from benches import effective_tables, scale_tables, tables
 from benches.peers import tables as peers
 
 ROOT = Path(__file__).parents[1]
@@ -171,6 +171,15 @@ REPORTED: dict[str, Reported] = {
                 f"{found['caught_up_seconds_torch_save']:.1f} s"
             ),
             _of_summary(tables.of_survivors),
+        ),
+        (
+            "effective_time",
+            "bench_effective_time",
+            "wall time that went into steps that stand",
+            lambda found: (
+                f"{tables.percent(found['effective_share_30min'])} with a failure every 30 minutes"
+            ),
+            _of_summary(effective_tables.of_effective_time),
         ),
         (
             "peer_memory",

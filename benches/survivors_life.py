@@ -85,7 +85,7 @@ class Line:
         rank: Of the process in this attempt.
         pid: The process.
         step: Completed steps.
-        checksum: Of the parameters; 0 where nothing was looked at.
+        checksum: Of the parameters, or what else the diary's owner says; 0 where nothing was looked at.
         when: Seconds since 1970.
     """
 
@@ -117,9 +117,11 @@ class Diary:
         self._file = os.open(folder / "diary", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._who = f"{attempt} {rank} {os.getpid()}"
 
-    def note(self, what: str, step: int = 0, model: torch.nn.Module | None = None) -> None:
-        """Add a line; the checksum is taken after the clock was read."""
-        now, checksum = time.time(), 0
+    def note(
+        self, what: str, step: int = 0, model: torch.nn.Module | None = None, checksum: int = 0
+    ) -> None:
+        """Add a line; the checksum of a model is taken after the clock was read."""
+        now = time.time()
         for parameter in () if model is None else model.parameters():
             checksum = crc32c(byte_view(parameter.detach()), checksum)
         os.write(self._file, f"{what} {self._who} {step} {checksum} {now}\n".encode())

@@ -56,6 +56,17 @@ FIGURES = {
         "restart_seconds_torch_save",
         "redone_seconds_torch_save",
     },
+    "effective_time": {
+        "effective_share_10min",
+        "effective_share_30min",
+        "effective_share_10min_start_scaled",
+        "log/600/effective_share",
+        "log_copies/600/simulated_share",
+        "replica/600/new_step_seconds",
+        "survivors/1800/effective_share",
+        "torch_save/600/steps_made_again",
+        "dcp/600/simulated_share_of_many",
+    },
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",
