@@ -127,7 +127,9 @@ def _failure(
     past = [line for line in lines if line.what == "step" and line.attempt <= attempt]
     ended = [line for line in past if line.attempt == attempt]
     reached = max((line.step for line in ended), default=resumed)
-    newest = max(line.step for line in past)
+    newest = max(
+        (line.step for line in past), default=resumed
+    )  # it may strike before the first step
 
     def last(of: Sequence[Line]) -> float | None:
         """When the last rank got there."""
