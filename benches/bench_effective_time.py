@@ -19,7 +19,8 @@ Restarts do not shrink with the step: with a step of T seconds they weigh 1/T ti
 ``..._start_scaled`` counts the start of processes (up, joined, model made) times T, all else as it was. Processes are
 forked from one that has imported PyTorch, as hot spares are; ``--cold`` starts Python anew.
 
-The default has two failures every 600 steps' time and one every 1,800, six arms: 65 minutes with a step of 0.2 s. A life
+The default has two failures at 600 steps' time and one at 1,800, six arms: 65 minutes with a step of 0.2 s. ``--rows 32``
+makes steps, and all times between failures, four times as long: what lowdiff takes of each step weighs less then. A life
 that has ended is in ``effective_time.jsonl``, and a call with the same ``--out`` goes on behind it. A step that is
 made again must have the loss that it had, bit for bit.
 """
@@ -44,7 +45,16 @@ import torch
 from matplotlib.axes import Axes
 
 from benches.effective_figures import figures_of, life_of, refuse_other_bits, strikes_of
-from benches.effective_life import ARMS, COMPRESSED, COMPRESSOR, LOWDIFF, PERIODIC, PLAIN, Plan
+from benches.effective_life import (
+    ARMS,
+    COMPRESSED,
+    COMPRESSOR,
+    LOWDIFF,
+    PERIODIC,
+    PLAIN,
+    ROWS,
+    Plan,
+)
 from benches.effective_supervisor import NODE, removed, run, run_whole
 from benches.gpt import GPT
 from benches.harness import BLUE, GREEN, INK, MUTED, RED, Result, arguments, machine, write
@@ -176,12 +186,14 @@ class Bench:
         self._number += 1
         name = f"{self._number}-{arm}"
         folder = self._where.run.with_name(name)
-        return Plan(arm, folder, self._where.staging / name, interval, self._args.smoke)
+        return Plan(
+            arm, folder, self._where.staging / name, interval, self._args.smoke, self._args.rows
+        )
 
 
 def measured(ended: Path, args: argparse.Namespace, bench: Bench) -> None:
     """Add a line for everything that has none yet."""
-    told = {key: str(getattr(args, key)) for key in ("smoke", "seed", "failures", "cold")}
+    told = {key: str(getattr(args, key)) for key in ("smoke", "seed", "failures", "rows", "cold")}
     known = rows(ended)
     if not known:
         _add(ended, {"start": bench.started(), "told": told})
@@ -290,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--mean-steps", type=int, nargs="+", default=[600, 1800])
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a batch; a step takes as long")
     parser.add_argument("--cold", action="store_true", help="start Python anew at a restart")
     args = parser.parse_args(argv)
     if args.smoke:

@@ -48,7 +48,7 @@ PERIODIC = ("torch_save", "dcp")
 ARMS = (*LOWDIFF, *PERIODIC)
 #: Trainings without checkpoints: plain, and with the compressor of the log's arms.
 PLAIN, COMPRESSED = "plain", "compressed"
-_ROWS, _SMOKE_ROWS = 8, 4
+ROWS = 8
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -62,6 +62,7 @@ class Plan:
         staging: Has a staging folder for each node.
         interval: Steps between two saves of an arm of `PERIODIC`.
         smoke: Whether the model is tiny.
+        rows: Rows of a rank's batch, which make a step as long as it is.
     """
 
     arm: str
@@ -69,16 +70,12 @@ class Plan:
     staging: Path
     interval: int
     smoke: bool
+    rows: int = ROWS
 
     @property
     def config(self) -> GPTConfig:
         """Shape of the model."""
         return SMOKE_MODEL if self.smoke else _MODEL
-
-    @property
-    def rows(self) -> int:
-        """Rows of a rank's batch."""
-        return _SMOKE_ROWS if self.smoke else _ROWS
 
     @property
     def stop_step(self) -> int:
