@@ -48,7 +48,8 @@ from lowdiff.recovery.replica.file import ReplicaFile, SlotTooSmall, note_kernel
 from lowdiff.recovery.replica.share import Shard, contents_of, share_step
 from lowdiff.recovery.state import RecoveredState
 
-_POLL_SECONDS = 0.002
+#: Between two looks at staging, the longer the longer nothing is new: training shares its cores with this process.
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.016
 _RETRY_SECONDS = 1.0
 #: Intervals between images at most, so that a disk which stood still is not left idle for as long again.
 _LARGEST_STRIDE = 16
@@ -115,6 +116,7 @@ class Replica:
         self._troubles: dict[str, str] = {}
         self._retry_image_at = 0.0
         self._shard: Shard | None = None
+        self._rest_seconds = _POLL_SECONDS
         os.set_blocking(sys.stdin.fileno(), False)
         if self._look_for_trainer():
             return  # who recovers found the lock free, and reads the files now
@@ -142,6 +144,7 @@ class Replica:
             else:
                 self._idle()
                 continue
+            self._rest_seconds = _POLL_SECONDS
             try:
                 work()
             except StorageError as error:
@@ -160,7 +163,8 @@ class Replica:
         is_time = time.monotonic() >= self._retry_image_at
         if self._settings.waits and self._shard is not None and is_time:
             self._take_image()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(self._rest_seconds)
+        self._rest_seconds = min(2 * self._rest_seconds, _LONGEST_POLL_SECONDS)
 
     def _look_for_trainer(self) -> bool:
         """Whether the trainer died, so that nothing more will be staged."""
