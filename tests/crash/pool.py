@@ -82,6 +82,9 @@ class Pool:
                 raise JobFailed("a rank ended without an answer; its stderr says why") from error
             except BaseException:  # a time limit, above all
                 # Others may wait for one that raised.
+                answers.extend(
+                    pipe.recv() for pipe in self._pipes[len(answers) : world_size] if pipe.poll()
+                )
                 sys.stderr.write("\n".join(_failures(answers)))
                 self._replace()
                 raise
