@@ -62,7 +62,9 @@ def lose(folder: Path, **settings: Any) -> Loop:
     for number in lost.checkpointer.steps(LAST):
         lost.step(number)
         if number == DURABLE:
-            testing.wait_until(lost.checkpointer, lambda stats: stats["durable_step"] >= DURABLE)
+            testing.wait_until(
+                lost.checkpointer, lambda stats: stats["durable_snapshot"] >= DURABLE
+            )
     lost.die()
     shutil.rmtree(folder / "staging")
     return lost
@@ -163,7 +165,7 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     assert inspect(run).lost_tails == (decision,)
     report = verify(run)
     assert report.ok, report.failures
-    assert [note.message for note in report.notes] == [str(decision)]
+    assert str(decision) in [note.message for note in report.notes]
     with pytest.raises(StepNotFound, match=f"step {DURABLE + 1} was lost, and the run went on"):
         lowdiff.recover(run, DURABLE + 3)
     if name == "log":
@@ -330,7 +332,7 @@ def life(rank: int, world_size: int, folder: str, what: str) -> tuple[int, str, 
         model(inputs).square().mean().backward()
         optimizer.step()
         if step == DURABLE and what == "loses":
-            testing.wait_until(checkpointer, lambda stats: stats["durable_step"] >= DURABLE)
+            testing.wait_until(checkpointer, lambda stats: stats["durable_snapshot"] >= DURABLE)
     if what == "loses":
         testing.kill(checkpointer)
         shutil.rmtree(own)
@@ -417,7 +419,9 @@ def test_a_state_that_is_not_finite_predicts_nothing(tmp_path: Path) -> None:
         with torch.no_grad():
             next(lost.model.parameters()).fill_(math.nan)
         if number == DURABLE:
-            testing.wait_until(lost.checkpointer, lambda stats: stats["durable_step"] >= DURABLE)
+            testing.wait_until(
+                lost.checkpointer, lambda stats: stats["durable_snapshot"] >= DURABLE
+            )
     lost.die()
     shutil.rmtree(tmp_path / "staging")
     again = predicting(tmp_path, held_out)
