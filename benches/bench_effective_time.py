@@ -60,6 +60,7 @@ from benches.gpt import GPT
 from benches.harness import BLUE, GREEN, INK, MUTED, RED, Result, arguments, machine, write
 from benches.runs import Places, places
 from benches.survivors_life import WORLD_SIZE
+from lowdiff.tuner.lost_tail import young_interval
 from lowdiff.tuner.simulate import FailureModel, draw_trace
 
 TARGETS = {1800: 0.97, 600: 0.94}
@@ -163,8 +164,8 @@ class Bench:
         """Train one arm along its trace."""
         clock = start["clock_seconds"]
         interval = 0
-        if arm in PERIODIC:  # J. W. Young, CACM 17 (1974)
-            best = math.sqrt(2 * start["save_seconds"][arm] * mean_steps * clock)
+        if arm in PERIODIC:
+            best = young_interval(1 / (mean_steps * clock), start["save_seconds"][arm])
             interval = max(1, round(best / start["step_seconds"]))
         trace = drawn(mean_steps, self._args.failures[mean_steps], self._args.seed)
         gaps = [clock * gap for gap in trace.gaps_steps]

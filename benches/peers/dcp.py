@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,7 @@ class AsyncSave:
         def load(path: Path) -> None:
             contents = contents_of(training)
             dcp.load(contents, checkpoint_id=path, process_group=self._group)
-            set_state_dict(
-                training.model,
-                training.optimizer,
-                model_state_dict=contents["model"],
-                optim_state_dict=contents["optimizer"],
-            )
+            put_back(training, contents)
 
         whole = [(s, p) for s, p in self._place.saved() if (p / ".metadata").exists()]
         return newest_that_loads(whole, load, (CheckpointException, OSError))
@@ -95,3 +91,13 @@ def contents_of(training: Trained) -> dict[str, Any]:
     """State dicts by PyTorch's names; an optimizer that has not stepped gets its state."""
     model, optimizer = get_state_dict(training.model, training.optimizer)
     return {"model": model, "optimizer": optimizer}
+
+
+def put_back(training: Trained, contents: Mapping[str, Any]) -> None:
+    """Load what `contents_of` gave into model and optimizer."""
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=contents["model"],
+        optim_state_dict=contents["optimizer"],
+    )

@@ -6,14 +6,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.config import AsyncCheckpointSaverConfig
 from torch_checkpointing.staging import CheckpointStagerConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 from benches.peers.arm import Place, Trained
-from benches.peers.dcp import contents_of
+from benches.peers.dcp import contents_of, put_back
 from benches.peers.full_state import newest_that_loads
 
 
@@ -53,12 +52,6 @@ class ManagerSave:
 
         def load(path: Path) -> None:
             contents = contents_of(training)
-            found = self._manager.load(str(path), into=contents, strict=True)
-            set_state_dict(
-                training.model,
-                training.optimizer,
-                model_state_dict=found["model"],
-                optim_state_dict=found["optimizer"],
-            )
+            put_back(training, self._manager.load(str(path), into=contents, strict=True))
 
         return newest_that_loads(self._place.saved(), load, (RuntimeError, OSError, ValueError))
