@@ -264,6 +264,8 @@ class Agreement:
         self.health = health
         self.is_alone = ranks.world_size == 1
         self._heard: tuple[RankNews, ...] | None = None
+        #: Of the step before.
+        self._settled: tuple[RankNews, ...] | None = None
         self._news = News(None if self.is_alone else ranks.group, ranks.patience)
         self._lock = lock
         self.was_told_to_stop = self._all_stop = self._has_lost_run = False
@@ -292,9 +294,12 @@ class Agreement:
         self._news.tell(news)
 
     def peek(self) -> tuple[RankNews, ...] | None:
-        """Return what all ranks said last, if it is here; for any thread."""
-        heard = self._heard
-        return self._news.peek() if heard is None else heard
+        """Return the newest news that are here of all ranks, of the last two steps; for any thread.
+
+        A rank that dies in its optimizer's step leaves no news of this step.
+        """
+        newest = self._heard or self._news.peek()
+        return self._settled if newest is None else newest
 
     def close(self) -> None:
         """Tell and hear no more."""
@@ -332,7 +337,7 @@ class Agreement:
 
     def settle(self, heard: Sequence[RankNews]) -> None:
         """Be done with the news of a step: all ranks commit on the same, so all know who is to stop."""
-        self._heard = None
+        self._heard, self._settled = None, tuple(heard)
         self._all_stop |= any(news.is_preempted for news in heard)
 
 

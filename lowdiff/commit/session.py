@@ -104,9 +104,8 @@ class Session:
         return is_sealed and staging.is_as_committed()
 
     def peek_news(self) -> tuple[RankNews, ...] | None:
-        """Return what all ranks said after the last step, if they all have; waits for none, for any thread."""
-        news = self.agreement.peek()
-        return news if news and news[0].step == self.step else None
+        """Return the newest news that are here of all ranks, of the last two steps; for any thread."""
+        return self.agreement.peek()
 
     @property
     def large_items(self) -> dict[str, int]:

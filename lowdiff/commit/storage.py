@@ -17,7 +17,13 @@ from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.image import ImageTensor, stage_image
-from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus, read_status
+from lowdiff.persistence.staging.status import (
+    Backoff,
+    StatusPage,
+    TrainerStatus,
+    WriterStatus,
+    read_status,
+)
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
@@ -242,7 +248,7 @@ class Storage:
         if condition(queue.status()):
             return
         started = noticed = time.perf_counter()
-        pause = _WAIT_SECONDS
+        rest = Backoff(_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
         while not condition(status := queue.status()):
             if queue.is_gone:
                 raise StorageError(
@@ -250,8 +256,7 @@ class Storage:
                 )
             if status.error and self.raises:
                 raise self.errors.failure([self.rank])
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_WAIT_SECONDS)
+            time.sleep(rest.next_seconds())
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now

@@ -70,7 +70,7 @@ class Training(Protocol):
         ...
 
     def peek_news(self) -> tuple[RankNews, ...] | None:
-        """Return what all ranks said after the last step, if it is here; for any thread."""
+        """Return the newest news that are here of all ranks, of the last two steps; for any thread."""
         ...
 
 
@@ -302,6 +302,7 @@ class Survivor:
             maker=self._live.rank,
             takes_buffers=self._takes_buffers(rank),
             alike=alike_bits([(n.generators, n.buffers, n.objects) for n in news]) if news else 0,
+            alike_step=news[0].step if news else -1,
         )
         return self._write_image(
             home, home.guest(rank), home.guest_saved(rank), sealed, tensors, status

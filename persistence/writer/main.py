@@ -38,7 +38,13 @@ from lowdiff.persistence.staging.measurements import (
 )
 from lowdiff.persistence.staging.residual_slots import checksum_slots
 from lowdiff.persistence.staging.settings import WriterSettings
-from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus, read_status
+from lowdiff.persistence.staging.status import (
+    Backoff,
+    Complaints,
+    StatusPage,
+    WriterStatus,
+    read_status,
+)
 from lowdiff.persistence.store.uploader import Uploader
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import (
@@ -63,19 +69,8 @@ _MEASUREMENTS_SECONDS = 10.0
 _NUM_THREADS = 12
 
 
-class _Rest:
-    """Rests between two looks at staging, longer each time while nothing is new.
-
-    Training shares its cores with this process: at a look every 5 ms, all it did took 3 % of one.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = _POLL_SECONDS
-
-    async def take(self) -> None:
-        """Rest once."""
-        await asyncio.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, _LONGEST_POLL_SECONDS)
+def _backoff() -> Backoff:
+    return Backoff(_POLL_SECONDS, _LONGEST_POLL_SECONDS)
 
 
 _Work = TypeVar("_Work")
@@ -217,7 +212,7 @@ class Writer:
 
     async def _follow_images(self) -> None:
         """Persist images of trainer and replica; the replica consumes the differentials."""
-        staging, rest = self._settings.staging, _Rest()
+        staging, rest = self._settings.staging, _backoff()
         while True:
             gone = self._orders.read() and all(map(is_free, staging.state_locks))
             new = newer_images(staging, self._marked)
@@ -227,15 +222,15 @@ class Writer:
             if not new:
                 if gone:
                     break
-                await rest.take()
+                await asyncio.sleep(rest.next_seconds())
             else:
-                rest = _Rest()
+                rest.reset()
         await self._queue.put(None)
 
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` records, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
-        oldest, rest = 0.0, _Rest()
+        oldest, rest = 0.0, _backoff()
         while True:
             gone = self._orders.read()
             record = self._tail.next()
@@ -256,9 +251,9 @@ class Writer:
             if record is None:
                 if gone and not self._tail.is_at_damage:
                     break
-                await rest.take()
+                await asyncio.sleep(rest.next_seconds())
             else:
-                rest = _Rest()
+                rest.reset()
         await self._queue.put(None)
 
     async def _flush(self, pending: list[RecordRef]) -> None:

@@ -19,6 +19,7 @@ from crc32c import crc32c
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import read_ahead, read_items
+from lowdiff.persistence.staging.status import SavedStatus
 from lowdiff.recovery.state import BUFFER_ITEM, LOOP_STATE, RNG_ITEM, STATEFUL_ITEM
 
 #: What a script writes itself, perhaps on one rank alone.
@@ -65,7 +66,7 @@ def _kind(name: str) -> int:
 
 
 def items_of_lost(
-    step: int, rank: int, own: StagingFolder, alike: int, *, takes_buffers: bool
+    step: int, rank: int, own: StagingFolder, saved: SavedStatus, *, takes_buffers: bool
 ) -> tuple[dict[str, bytes] | None, str]:
     """Return all items at a step of a rank whose staging memory is lost: what all ranks had alike.
 
@@ -73,19 +74,32 @@ def items_of_lost(
         step: The step.
         rank: The lost rank.
         own: Staging folder of a survivor.
-        alike: Bits of the kinds of items that all ranks told each other to have alike at that step.
+        saved: Tells which kinds of items all ranks had alike, and after which step: this one, or the one
+            before, because the rank was lost before it told of this one.
         takes_buffers: Whether the lost rank's buffers are overwritten by rank 0's before their next use.
 
     Returns:
         The items, and what the user should know of them; None, and why, where something is lost.
     """
-    now = read_items(own, step)
-    if now is None:
+    if saved.alike_step not in (step - 1, step):
+        return None, "it had not told the others yet what it had"
+    now, then = read_items(own, step), read_items(own, saved.alike_step)
+    if now is None or then is None:
         return None, "no survivor has the items of its last two steps any more"
+
+    def is_alike(name: str) -> bool:
+        return bool(saved.alike >> _kind(name) & 1)
+
+    if saved.alike_step < step:
+        theirs = {name: data for name, data in then.items() if is_alike(name)}
+        seed = own.run_id, rank, step
+        return inherited(
+            Known(now, None, then), None, theirs, seed=seed, takes_buffers=takes_buffers
+        )
     found: dict[str, bytes] = {}
     reseeded = []
     for name, data in now.items():
-        if alike >> _kind(name) & 1 or (takes_buffers and name.startswith(BUFFER_ITEM)):
+        if is_alike(name) or (takes_buffers and name.startswith(BUFFER_ITEM)):
             found[name] = data
         elif name.startswith(RNG_ITEM):
             found[name] = encode(_seeded_anew(name, (own.run_id, rank, step)), name=name)
@@ -157,7 +171,8 @@ def inherited(
 
     All ranks run one program: what the survivor's optimizers found as it was at the step's end, so did
     the dead rank's. What moved behind them is taken from the survivor where both had it alike until then, but
-    for buffers, which a rank's own batch moves, and for what the script itself keeps. Where it is not known how far a generator was, it is seeded anew.
+    for buffers, which a rank's own batch moves, and for what the script itself keeps, unless it did not move.
+    Where it is not known how far a generator was, it is seeded anew.
 
     Args:
         own: The survivor's.
@@ -180,7 +195,7 @@ def inherited(
             is_settled, is_alike = own_ahead == now, is_alike and own_ahead == theirs
         else:  # it may have moved as far as the survivor's did
             is_settled = is_generator and prior == now
-            is_alike = is_alike and name != _OF_SCRIPT
+            is_alike = is_alike and (name != _OF_SCRIPT or prior == now)
         if is_settled and theirs is not None:
             found[name] = theirs
         # A rank's own batch moves its buffers away from the others', as batch norm's.

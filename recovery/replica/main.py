@@ -32,6 +32,7 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.persistence.staging.status import (
+    Backoff,
     ReplicaStatus,
     StatusPage,
     StatusReader,
@@ -116,7 +117,7 @@ class Replica:
         self._troubles: dict[str, str] = {}
         self._retry_image_at = 0.0
         self._shard: Shard | None = None
-        self._rest_seconds = _POLL_SECONDS
+        self._rest = Backoff(_POLL_SECONDS, _LONGEST_POLL_SECONDS)
         os.set_blocking(sys.stdin.fileno(), False)
         if self._look_for_trainer():
             return  # who recovers found the lock free, and reads the files now
@@ -144,7 +145,7 @@ class Replica:
             else:
                 self._idle()
                 continue
-            self._rest_seconds = _POLL_SECONDS
+            self._rest.reset()
             try:
                 work()
             except StorageError as error:
@@ -163,8 +164,7 @@ class Replica:
         is_time = time.monotonic() >= self._retry_image_at
         if self._settings.waits and self._shard is not None and is_time:
             self._take_image()
-        time.sleep(self._rest_seconds)
-        self._rest_seconds = min(2 * self._rest_seconds, _LONGEST_POLL_SECONDS)
+        time.sleep(self._rest.next_seconds())
 
     def _look_for_trainer(self) -> bool:
         """Whether the trainer died, so that nothing more will be staged."""

@@ -293,7 +293,7 @@ def _from_other_nodes(
         if dead is not None and _is_at_rest(dead):
             items, doubt = items_of_dead(step, rank, maker, dead, takes_buffers=takes)
         else:
-            items, doubt = items_of_lost(step, rank, maker, saved.alike, takes_buffers=takes)
+            items, doubt = items_of_lost(step, rank, maker, saved, takes_buffers=takes)
         if items is None:
             text = f"step {step}, which rank {saved.maker} saved for all, is passed over: of rank {rank}"
             passed_over[step] = f"{text}, {doubt}"

@@ -29,13 +29,15 @@ def lost(folder: Path, node: int) -> Callable[[], None]:
     return lose
 
 
-def check_saved_beside(folder: Path, strategy: str, *options: object, victim: int = 1) -> Lives:
+def check_saved_beside(
+    folder: Path, strategy: str, *options: object, victim: int = 1, phase: str = "backward"
+) -> Lives:
     """A node is lost with all that it had, and the other's ranks have the whole state of its last step."""
     words = ["--nodes", "01", "--norm", "layer", "--strategy", strategy, *options]
-    faults = {victim: [*dies("backward"), "--node-dies"]}
+    faults = {victim: [*dies(phase), "--node-dies"]}
     lost = folder / f"node{victim}"
     found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(lost))
-    assert found.resumed == [0, AT], found.output
+    assert found.resumed == [0, AT + (phase != "backward")], found.output
     return found
 
 
@@ -47,6 +49,18 @@ def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
     found = check_saved_beside(tmp_path / "lost", strategy)
     expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
     check(found, expected, resumed=AT)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("strategy", "phase"), [("survivors", "optimizer"), ("replica", "between")]
+)
+def test_a_node_is_lost_before_it_has_told_of_the_step_that_the_others_made(
+    tmp_path: Path, strategy: str, phase: str
+) -> None:
+    found = check_saved_beside(tmp_path / "lost", strategy, phase=phase)
+    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    check(found, expected, resumed=AT + 1)
 
 
 @pytest.mark.launch

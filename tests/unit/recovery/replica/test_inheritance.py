@@ -64,11 +64,14 @@ def test_what_one_rank_moves_for_the_first_time_is_not_taken_for_alike() -> None
 
 def test_what_the_script_keeps_is_never_taken_for_moved_alike() -> None:
     name = "stateful/checkpointer.state"
-    own = known({name: b"a"}, ahead={name: b"a"}, before={name: b"a"})
+    own = known({name: b"b"}, ahead={name: b"a"}, before={name: b"a"})
     found, why = rebuilt(own, None, {name: b"a"})
     assert found is None
     assert name in why
+    own = known({name: b"a"}, ahead={name: b"a"}, before={name: b"a"})
     assert rebuilt(own, {name: b"best"}, {name: b"a"}) == ({name: b"best"}, "")
+    assert rebuilt(own, None, {name: b"a"}) == ({name: b"a"}, "")
+    assert rebuilt(own, None, {name: b"other"})[0] is None
 
 
 def test_an_item_that_is_gone_from_both_is_gone() -> None:

@@ -11,6 +11,7 @@ import torch
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
+from lowdiff.persistence.staging.status import SavedStatus
 from lowdiff.recovery.replica.inheritance import (
     ItemSums,
     alike_bits,
@@ -48,6 +49,10 @@ def stage_two(stage: StagingFolder, rank: int) -> StagedItems:
     return staged
 
 
+def told(kinds: int, step: int = STEP) -> SavedStatus:
+    return SavedStatus(alike=kinds, alike_step=step)
+
+
 def test_sums_tell_the_kind_that_differs() -> None:
     first, second = ItemSums(), ItemSums()
     first.update(items(generator=1, buffer=2, scheduler=3))
@@ -76,7 +81,7 @@ def test_the_dead_ranks_own_memory_counts_where_it_is_there(
 
 def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
     stage_two(survivor, 0)
-    found, why = items_of_lost(STEP, 1, survivor, OBJECTS, takes_buffers=True)
+    found, why = items_of_lost(STEP, 1, survivor, told(OBJECTS), takes_buffers=True)
     assert found is not None
     assert "seeded anew" in why
     assert decode(found[SCHEDULER]) == STEP
@@ -86,7 +91,7 @@ def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder)
 
 def test_generators_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
     stage_two(survivor, 0)
-    found, why = items_of_lost(STEP, 1, survivor, GENERATORS | OBJECTS, takes_buffers=True)
+    found, why = items_of_lost(STEP, 1, survivor, told(GENERATORS | OBJECTS), takes_buffers=True)
     assert found == read_items(survivor, STEP)
     assert not why
 
@@ -98,9 +103,40 @@ def test_what_was_not_alike_is_lost_with_the_node(
     survivor: StagingFolder, alike: int, what: str
 ) -> None:
     stage_two(survivor, 0)
-    found, why = items_of_lost(STEP, 0, survivor, alike, takes_buffers=alike != OBJECTS)
+    found, why = items_of_lost(STEP, 0, survivor, told(alike), takes_buffers=alike != OBJECTS)
     assert found is None
     assert what in why
+
+
+def test_a_node_that_was_lost_before_it_told_of_the_step_had_what_was_alike_before(
+    survivor: StagingFolder,
+) -> None:
+    """It was in its optimizer, so the news of the step before are the newest that all ranks told."""
+    state = "stateful/checkpointer.state"
+    staged = StagedItems(survivor, {state: encode({})})
+    for step in (STEP - 1, STEP):
+        staged.stage(step, items(generator=step, scheduler=step))
+    saved = told(GENERATORS | OBJECTS, STEP - 1)
+    found, why = items_of_lost(STEP, 1, survivor, saved, takes_buffers=False)
+    assert (found, why) == (read_items(survivor, STEP), "")
+    found, why = items_of_lost(STEP, 1, survivor, told(OBJECTS, STEP - 1), takes_buffers=False)
+    assert found is not None
+    assert "seeded anew" in why
+    assert found[GENERATOR] != encode(STEP)
+    for lost in (told(GENERATORS, STEP - 1), told(7, STEP - 2), told(7, -1)):
+        assert items_of_lost(STEP, 1, survivor, lost, takes_buffers=False)[0] is None
+
+
+def test_what_a_script_wrote_in_the_step_of_which_a_lost_node_did_not_tell_is_lost(
+    survivor: StagingFolder,
+) -> None:
+    state = "stateful/checkpointer.state"
+    staged = StagedItems(survivor, {state: encode({})})
+    staged.stage(STEP - 1, items(scheduler=1))
+    staged.stage(STEP, {state: encode({"best": 1})})
+    found, why = items_of_lost(STEP, 1, survivor, told(7, STEP - 1), takes_buffers=False)
+    assert found is None
+    assert state in why
 
 
 def test_what_was_ahead_of_an_earlier_call_of_the_step_is_not_its_end(tmp_path: Path) -> None:
