@@ -454,7 +454,7 @@ class Checkpointer:
         return loader
 
     def epoch_of(self, loader: DataLoader[Any]) -> int:
-        """Return how many epochs of an attached ``DataLoader`` are over, in all lives of the run.
+        """Return how many epochs of an attached ``DataLoader`` are over, in all incarnations of the run.
 
         ::
 
