@@ -216,10 +216,11 @@ def _simulated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
     one = plain_seconds(row)
     strategy = _strategy(row, rows)
     gaps = np.asarray(row["gaps_seconds"])
-    trace = Trace(gaps[None], np.asarray([*row["kinds"], PROCESS], dtype=np.int8)[None])
+    # The training ends before the failure behind its last gap.
+    lasting = np.append(gaps[:-1], 2 * gaps[-1])
+    trace = Trace(lasting[None], np.asarray([*row["kinds"], PROCESS], dtype=np.int8)[None])
     same = simulate(
-        strategy, trace, useful_step_seconds=one,
-        horizon_seconds=float(np.nextafter(gaps.sum(), 0.0)),
+        strategy, trace, useful_step_seconds=one, horizon_seconds=float(gaps.sum())
     )  # fmt: skip
     model = FailureModel(float(gaps.sum()) / len(row["kinds"]), group_share=0.0)
     rng = np.random.default_rng(0)

@@ -176,9 +176,7 @@ REPORTED: dict[str, Reported] = {
             "effective_time",
             "bench_effective_time",
             "wall time that went into steps that stand",
-            lambda found: (
-                f"{tables.percent(found['effective_share_30min'])} with a failure every 30 minutes"
-            ),
+            effective_tables.best,
             _of_summary(effective_tables.of_effective_time),
         ),
         (

@@ -395,6 +395,7 @@ def of_survivors(found: Summary) -> str:
     ]
     shown = table(["", "first step", "steps made again", "first new step"], rows)
     share = found["training_thread_share"]
+    alone = found["training_thread_share_one_rank"]
     percents = f"{100 * share:.2f} % of a step of {found['step_seconds']:.2f} s"
     lines = [
         shown,
@@ -404,7 +405,7 @@ def of_survivors(found: Summary) -> str:
         ),
         (
             f"While nothing fails, survivors take {percents} (target {verdict(share, 0.005, '0.5 %')}), "
-            f"with one rank {100 * found['training_thread_share_one_rank']:.2f} %."
+            f"with one rank {100 * alone:.2f} % (target {verdict(alone, 0.005, '0.5 %')})."
         ),
     ]
     in_process = found["restart_seconds_in_process"]
@@ -428,6 +429,7 @@ def of_peer_memory(found: Summary) -> str:
         )
     ]
     share, log = found["bytes_sent_per_step_over_gemini"], found["overhead_over_one_copy_upper95"]
+    replica = found["overhead_replica_upper95"]
     lines = [
         table(["a second copy, per step of all nodes", "messages", "more at the interfaces"], rows),
         (
@@ -438,7 +440,8 @@ def of_peer_memory(found: Summary) -> str:
         (
             f"With a log a second copy takes {percent(found['overhead_over_one_copy_median'])} of a step, with "
             f"95 % confidence at most {percent(log)} (target {verdict(log, 0.02, '2 %')}); with a replica, whose "
-            f"work doubles, {percent(found['overhead_replica'])}."
+            f"work doubles, {percent(found['overhead_replica'])}, at most {percent(replica)} "
+            f"({verdict(replica, 0.02, '2 %')})."
         ),
         (
             f"What ranks lack after the loss of a node comes in {found['retrieval_over_copy']:.2f} of the time of "

@@ -132,7 +132,7 @@ class Checkpointer:
             as it is, and a replica process applies every step to a copy in memory.
         strategy: How steps are protected. ``"log"``, with a compressor: every step is kept.
             ``"replica"``, without one: a process applies every step to a copy in memory. ``"survivors"``,
-            without one: nothing is kept per step; after a failure the ranks that live save the state
+            without one: no gradient and no parameter is kept per step; after a failure the ranks that live save the state
             (docs/survivors.md), and where all die at once training goes back to the last full
             snapshot. None: ``"log"`` with a compressor, else ``"replica"``.
         reproducible: Without compression and with three ranks or more: add gradients in rank

@@ -176,6 +176,15 @@ SYSTEMS: dict[str, System] = {
         compression="published",
         keeps_differences=True,
     ),
+    "gemini": System(
+        "Gemini, made anew for CPUs",
+        "gemini",
+        "Gemini",
+        "each rank's share of the state in its own memory and in one other rank's, two buffers of each, "
+        "sent in the background on its own Gloo group; without the rarer saves to remote storage",
+        "nothing is on disk",
+        origin="after [its paper](https://doi.org/10.1145/3600006.3613145)",
+    ),
 }
 
 #: What ``make bench`` compares.
