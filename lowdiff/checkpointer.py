@@ -604,7 +604,8 @@ class Checkpointer:
                 moves.
 
         Raises:
-            StepNotFound: If the step is not there any more, or not yet.
+            StepNotFound: If the step is not there any more, or not yet; without a compressor, if there is
+                no full snapshot of it.
             ConfigError: If the label is no name for a file.
             UsageError: If it is not attached.
             RunInUse: If old files were being removed all the time that ``attach`` would wait for

@@ -487,8 +487,8 @@ class Retention:
             )
         if self.every_steps is not None and self.every_steps < 1:
             raise ConfigError(f"every_steps counts steps, at least 1, got {self.every_steps}")
-        if self.age_hours is not None and not self.age_hours > 0:
-            raise ConfigError(f"age_hours must be positive, got {self.age_hours}")
+        if self.age_hours is not None and not 0 < self.age_hours < math.inf:
+            raise ConfigError(f"age_hours must be positive and finite, got {self.age_hours}")
         if self.total_bytes is not None and self.total_bytes < 1:
             raise ConfigError(f"total_bytes must be positive, got {self.total_bytes}")
 

@@ -107,10 +107,18 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
 
 
 def load_gradients(state: RecoveredState, attached: Attached) -> None:
-    """Give zeros to parameters that held a gradient: absent and zero are not the same."""
+    """Give zeros to parameters that held a gradient: absent and zero are not the same.
+
+    A gradient that is there stays the same tensor: the script may hold a buffer of which it is a view.
+    """
     held = set(state.held)
     for i, parameter in attached.parameters.items():
-        parameter.grad = _zeros_like(parameter) if i in held else None
+        if i not in held:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = _zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -123,6 +131,16 @@ def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter)
     zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)
     return zeros.as_strided(parameter.shape, parameter.stride())
+
+
+def _in_place(live: object, value: object) -> object:
+    """Return the live tensor with a restored value, which the script may hold as well; else the value."""
+    if not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return value
+    if (live.shape, live.dtype) != (value.shape, value.dtype):
+        return value
+    with torch.no_grad():
+        return live.copy_(value)
 
 
 def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
@@ -144,11 +162,12 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
                 for key, value in hyper.items()
                 if key in group and not same(group[key], value)
             ]
-            kept = group["params"]
+            before = dict(group)
             group.clear()
-            group.update(hyper, params=kept)
-            for key, value in optimizer.defaults.items():
-                group.setdefault(key, value)  # the run's PyTorch did not have it yet
+            group.update({key: _in_place(before.get(key), value) for key, value in hyper.items()})
+            # What the run did not have yet: of a newer PyTorch, or of another scheduler.
+            for key, value in {**optimizer.defaults, **before}.items():
+                group.setdefault(key, value)
         if given != [bool(group.get("fused")) for group in optimizer.param_groups]:
             take_scales_by_groups(optimizer)
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}

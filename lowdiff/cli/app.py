@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -36,6 +37,9 @@ app = typer.Typer(
 def main() -> NoReturn:
     """Run the command line and exit: 0, 1 for bad data, 2 for bad usage."""
     print_warnings()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names may have characters that a terminal lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="lowdiff")
     except ConfigError as error:

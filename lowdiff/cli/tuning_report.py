@@ -111,7 +111,7 @@ def curves_of(path: Path | None) -> Curves | None:
         losses, errors = (
             [(float(at), float(value)) for at, value in told[key]] for key in ("losses", "errors")
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(
             f'{path} is no JSON with "losses", pairs of step and loss, and "errors", pairs of saves and error: '
             f"{error!r}"

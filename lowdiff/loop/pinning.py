@@ -41,6 +41,12 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         # another machine. Everything before that snapshot is durable.
         if step < max(whole, default=0):
             plan_recovery(scan(folder), step)
+        elif not session.queue.logs_steps and step not in (*whole, session.queue.images.step):
+            raise _not_found(
+                settings, step,
+                "without a compressor only full snapshots are kept, and there is none of it; "
+                "Retention(every_steps=K) takes one at each K-th step",
+            )  # fmt: skip
         # With a run folder per node, other ranks' fences of this incarnation are not here yet.
         own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
         fences = {**begun_fences(folder, run_id), own.incarnation: own}

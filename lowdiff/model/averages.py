@@ -127,11 +127,12 @@ def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[st
                 "it; make it outside, or under torch.no_grad(); it may be updated in either"
             )
         parameters = _followed(thing, attached)
-        if parameters and rule_of(thing) is not None:
+        is_plain = type(thing).update_parameters is AveragedModel.update_parameters
+        if parameters and is_plain and rule_of(thing) is not None:
             found[name] = LiveAverage(name, thing, parameters)
         else:
             Code.AVERAGE_NOT_REPLAYED.warn(
-                f"{name} averages with a function of its own, or over other parameters than the "
+                f"{name} averages with a function or a method of its own, or over other parameters than the "
                 "attached ones, or over one of several parts that are alike; it is not replayed "
                 "but logged whole at every update; use one of torch.optim.swa_utils' functions, "
                 "and average the attached model",

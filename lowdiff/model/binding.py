@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
@@ -44,21 +44,22 @@ class Parts:
         self._walk()
 
     def _walk(self) -> None:
-        named = list(self._module.named_modules())
-        # These follow their dicts, and asking them for all costs little.
-        self._children = [part._modules.values() for _, part in named]
-        self._buffers = [
-            (own_name(f"{prefix}.") if prefix else "", part, part._buffers.items())
-            for prefix, part in named
+        self._parts = [
+            (own_name(f"{prefix}.") if prefix else "", part)
+            for prefix, part in self._module.named_modules()
         ]
-        self._seen = [*chain.from_iterable(self._children)]
+        self._seen = self._children()
+
+    def _children(self) -> list[torch.nn.Module | None]:
+        # Asked for each time: what a module of TorchScript gives does not follow its members.
+        return [*chain.from_iterable(part._modules.values() for _, part in self._parts)]
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
         """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
-        if not are_same([*chain.from_iterable(self._children)], self._seen):
+        if not are_same(self._children(), self._seen):
             self._walk()
-        for path, part, buffers in self._buffers:
-            for key, buffer in buffers:
+        for path, part in self._parts:
+            for key, buffer in part._buffers.items():
                 yield BUFFER_ITEM + path + key, buffer, part, key
 
 
@@ -163,9 +164,17 @@ class Attached:
         """Parameters that hold a gradient tensor now."""
         return [i for i, parameter in self.parameters.items() if parameter.grad is not None]
 
-    def kept_gradients(self) -> dict[int, weakref.ref[torch.Tensor]]:
-        """Layout index -> gradient that a later step could use: none are zero, or of an overflow."""
-        found = {i: p.grad for i, p in self.parameters.items() if p.grad is not None}
+    def kept_gradients(self, stepped: Collection[int]) -> dict[int, weakref.ref[torch.Tensor]]:
+        """Layout index -> gradient that a later step could use: none are zero, or of an overflow.
+
+        Args:
+            stepped: Optimizers whose gradients are not looked at.
+        """
+        found = {
+            i: p.grad
+            for i, p in self.parameters.items()
+            if p.grad is not None and self.owner[i] not in stepped
+        }
         local = {i: local_of(gradient) for i, gradient in found.items()}
         if not all(bool(gradient.isfinite().all()) for gradient in local.values()):
             return {}

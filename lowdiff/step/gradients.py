@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ class Gradients:
     def __init__(self, attached: Attached, hook: HookState | None) -> None:
         self._attached = attached
         self._hook = hook
-        #: Layout index -> gradient that the last body left, in which no optimizer stepped.
+        #: Layout index -> gradient that the last body left, in which its optimizer did not step.
         self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
         self._has_told_kept = False
 
-    def end_step(self, *, has_stepped: bool) -> None:
-        """Remember the gradients that a step leaves in which no optimizer stepped."""
-        self._kept = {} if has_stepped else self._attached.kept_gradients()
+    def end_step(self, stepped: Collection[int]) -> None:
+        """Remember the gradients that a step leaves whose optimizers did not step in it."""
+        self._kept = self._attached.kept_gradients(stepped)
 
     def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
         """Read what an optimizer is about to consume.
@@ -90,7 +90,7 @@ class Gradients:
         if any(owner[i] == optimizer and r() is parameters[i].grad for i, r in self._kept.items()):
             self._has_told_kept = True
             Code.GRADIENTS_KEPT.warn(
-                f"step {step - 1} ended without optimizer.step(), and the next one uses its "
+                f"step {step - 1} ended without a step of optimizer {optimizer}, and the next one uses its "
                 "gradients, unless they were zeroed in place: a run that resumes between the two "
                 "lacks them, and what was compressed away of them is owed anew; run all backward "
                 "passes of an optimizer step between two commits, or clear what a skipped step "

@@ -221,7 +221,7 @@ class Recorder:
 
     def _read(self, items: dict[str, bytes]) -> Sealed:
         step, live = self.step, self._live
-        self._gradients.end_step(has_stepped=step.has_stepped)
+        self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
         optimizers = tuple(_ended(step.consumed.get(i), now) for i, now in enumerate(live_groups))
         groups = [done.committed or done.consumed for done in optimizers]

@@ -145,6 +145,13 @@ class Step:
         return bool(self.consumed or self.earlier)
 
     @property
+    def stepped(self) -> frozenset[int]:
+        """The optimizers that stepped, or began to, in any call."""
+        numbers = range(self._num_optimizers)
+        earlier = (i for call in self.earlier for i in numbers if call.optimizers[i].stepped)
+        return frozenset((*self.consumed, *earlier))
+
+    @property
     def is_complete(self) -> bool:
         """Whether every optimizer has stepped in the current call."""
         return len(self._ended) == self._num_optimizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -17,6 +18,8 @@ from lowdiff.persistence.format.framing import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_INT_BOUND = 1 << 64
 
 
 def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
@@ -55,7 +58,7 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
         OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
-        document = json.loads(data)
+        document = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
     try:
@@ -70,6 +73,20 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
         raise OtherFormat(path, version, FORMAT_VERSION)
     del document["format"]
     return dict(document)
+
+
+def _int(text: str) -> int:
+    number = int(text)
+    if abs(number) >= _INT_BOUND:  # no float holds it, and no field of 64 bits
+        raise ValueError(f"{text:.40} is no number of lowdiff")
+    return number
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.40} is no number of lowdiff")
+    return number
 
 
 def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> None:

@@ -37,8 +37,9 @@ _MOST_ELEMENTS = 1 << 56
 
 
 @lru_cache
-def _item_bytes(dtype: str) -> int:
-    digits = "".join(c for c in dtype if c.isdigit())
+def item_bytes(dtype: str) -> int:
+    """Return the bytes per element of a dtype by its code, such as ``"F32"`` or ``"F8_E4M3"``."""
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return int(digits) // 8 if digits else 1
 
 
@@ -59,7 +60,7 @@ class ImageEntry:
     @property
     def item_bytes(self) -> int:
         """Bytes per element."""
-        return _item_bytes(self.dtype)
+        return item_bytes(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -93,7 +93,7 @@ def check_snapshots(folder: RunFolder, run_id: str) -> dict[Path, bool | None]:
         Snapshot folder -> whether all images have their lengths and checksums; None if one of them
         cannot be read.
     """
-    return {s.folder: _has_lengths(s) and _passes(s) for s in complete_snapshots(folder, run_id)}
+    return {s.folder: passes(s) for s in complete_snapshots(folder, run_id)}
 
 
 def take_inventory(
@@ -216,8 +216,10 @@ def _has_lengths(snapshot: SnapshotSet) -> bool:
     )
 
 
-def _passes(snapshot: SnapshotSet) -> bool | None:
-    """Return whether all images have their checksums; None if one cannot be read."""
+def passes(snapshot: SnapshotSet) -> bool | None:
+    """Return whether all images have their lengths and checksums; None if one cannot be read."""
+    if not _has_lengths(snapshot):
+        return False
     try:
         for manifest in snapshot.manifests:
             check_shard(snapshot.folder, manifest)

@@ -15,6 +15,7 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of, file_bytes
 from lowdiff.persistence.format.framing import RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile, make_durable
+from lowdiff.persistence.retention.collect import passes
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.journal import Collected, read_journal
@@ -142,8 +143,9 @@ def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Co
     if not holds_state(stage):
         return only_staged(folder, stage, steps)
     # A state in memory is durable only in snapshots of this or of a later incarnation.
-    found = complete_snapshots(folder, stage.run_id)
-    durable = max((s.step for s in found if s.incarnation >= stage.incarnation), default=-1)
+    found = reversed(complete_snapshots(folder, stage.run_id))
+    newer = (s for s in found if s.incarnation >= stage.incarnation)
+    durable = next((s.step for s in newer if passes(s)), -1)
     return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)
 
 

@@ -125,7 +125,7 @@ def scan(
         records=records,
         staging=tuple(staging),
         damage=damage,
-        num_incarnations=_num_incarnations(numbers, run_id, staging_roots),
+        num_incarnations=_num_incarnations(folder, numbers, run_id, staging_roots),
         unreadable=unreadable,
         collected=collected,
         pins=pins,
@@ -178,16 +178,21 @@ def _retention(
     return collected, tuple(pins)
 
 
-def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Path]) -> int:
-    """Return one more than the highest incarnation number in use.
+def _num_incarnations(
+    folder: RunFolder, numbers: set[int], run_id: str, staging_roots: Sequence[Path]
+) -> int:
+    """Return one more than the highest incarnation number of which there is a trace.
 
     This includes numbers known only from staging, as on a node that comes back with old memory, and
-    numbers of copies of the run folder: no two incarnations may share a name in staging.
+    numbers of copies of the run folder: no two incarnations may share a name in staging. Files of an
+    incarnation whose fence is lost carry its number as well, and must not pass for those of another.
     """
+    named = {number for number, *_ in folder.snapshots()}
+    named |= {number for number, *_ in folder.segments()}
     staged = [
         stage for root in staging_roots for stage in StagingFolder.with_copies_of_run(root, run_id)
     ]
-    return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
+    return max([*numbers, *named, *(s.incarnation for s in staged)], default=-1) + 1
 
 
 def _has_begun(folder: RunFolder, fence: Fence) -> bool:
@@ -225,12 +230,18 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     """Return rank 0's fence of every incarnation that began.
 
     Raises:
-        DamagedFile: If a fence is damaged, so that the run's history is uncertain.
+        DamagedFile: If a fence is damaged or missing, so that the run's history is uncertain.
     """
     damage: list[DamagedFile] = []
-    found, *_ = _fences(folder, run_id, damage)
+    found, numbers, _ = _fences(folder, run_id, damage)
     if damage:
         raise damage[0]
+    for number, fence in found.items():
+        if fence.parent is not None and fence.parent not in numbers:
+            raise DamagedFile(
+                folder.fence(fence.parent, 0),
+                f"it is missing, and incarnation {number} goes on from it",
+            )
     return {n: fence for n, fence in found.items() if _has_begun(folder, fence)}
 
 

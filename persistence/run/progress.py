@@ -121,7 +121,7 @@ class RunWatch:
         if writer.durable_step < 0:
             durable = self._on_disk(listing, incarnation, rank)
         if durable is None and (incarnation, rank) in listing.fences:
-            durable = base_step
+            durable = max([base_step, *snapshots])  # without a log there are no segments
         staged = durable if trainer.pid == 0 else max(trainer.step, durable or 0)
         return RankProgress(
             rank=rank,

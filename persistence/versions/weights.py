@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from lowdiff.errors import ConfigError
+from lowdiff.persistence.format.image import item_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +38,6 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 def is_publishable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's dtype has a code."""
     return str(tensor.dtype).removeprefix("torch.") in _CODES
-
-
-def item_bytes(code: str) -> int:
-    """Return the bytes per element of a dtype code."""
-    digits = "".join(c for c in code.split("_")[0] if c.isdigit())
-    return int(digits) // 8 if digits else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

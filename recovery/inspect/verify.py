@@ -22,7 +22,9 @@ from lowdiff.errors import (
 )
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.format.image import Manifest, manifest_file
+from lowdiff.persistence.retention.plan import owner_of
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
+from lowdiff.persistence.run.fences import lineage
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
 from lowdiff.recovery.compare import differences
@@ -197,6 +199,8 @@ def _verify(
         done += leg.last - leg.base.step
     memory, left_out = _in_memory(folder, root, catalog, options)
     outcomes.append(left_out)
+    there = tuple(with_steps_in_memory(recoverable(catalog), memory))
+    failures += _lost_pins(catalog, there)
     failures += [o.failure for o in outcomes if o.failure is not None]
     notes += [o.note for o in outcomes if o.note is not None]
     if legs:
@@ -213,11 +217,22 @@ def _verify(
         checked=_checked(folder, catalog),
         snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
         replays=tuple(o.replayed for o in outcomes if o.replayed is not None),
-        recoverable=tuple(with_steps_in_memory(recoverable(catalog), memory)),
+        recoverable=there,
         in_memory=memory,
         failures=tuple(failures),
         notes=(*notes, *_elsewhere(catalog, options)),
     )
+
+
+def _lost_pins(catalog: Catalog, there: Sequence[tuple[int, int]]) -> list[Finding]:
+    """Return a finding for each pinned step of the run's history that cannot be recovered."""
+    spans = lineage(catalog.incarnations)
+    return [
+        Finding(f"step {pin.step}, pinned as {pin.label}, cannot be recovered any more")
+        for pin in catalog.pins
+        if owner_of(spans, pin.step) == pin.incarnation
+        and not any(first <= pin.step <= last for first, last in there)
+    ]
 
 
 def _look(folder: RunFolder, root: Path) -> Catalog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,32 @@ def test_a_run_whose_retention_changes_says_so(tmp_path: Path) -> None:
         loop.attach()
         assert read_journal(folder, read_run_id(folder)).policy == policy
         loop.checkpointer.close()
+
+
+def test_without_a_log_only_a_step_with_a_snapshot_is_kept(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"compressor": None, "retention": 1})
+    loop.attach()
+    trained(loop, 5)
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] == 5)
+    assert loop.checkpointer.keep(5, label="best") == 5
+    trained(loop, 6)
+    with pytest.raises(StepNotFound, match="without a compressor only full snapshots are kept"):
+        loop.checkpointer.keep(6)
+    trained(loop, 12)
+    loop.checkpointer.close()
+    assert pins(loop) == [Pin("best", 5, 0)]
+    assert recovered(loop, 5).step == 5
+
+
+def test_verify_names_a_pinned_step_that_is_lost(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"retention": 1})
+    loop.attach()
+    trained(loop, 7)
+    loop.checkpointer.keep(7, label="best")
+    trained(loop, 22)
+    loop.checkpointer.close()
+    assert verify(tmp_path / "run", tmp_path / "staging").ok
+    (lost,) = (tmp_path / "run/snapshots").glob("*-s0000000005")
+    shutil.rmtree(lost)
+    found = verify(tmp_path / "run", tmp_path / "staging").failures
+    assert "step 7, pinned as best, cannot be recovered any more" in [one.message for one in found]

@@ -391,7 +391,7 @@ def test_gradients_of_a_skipped_step_matter_only_if_the_next_body_uses_them(
         for number in range(5):
             body(number)
             loop.checkpointer.commit()
-    assert caplog.text.count("step 3 ended without optimizer.step()") == warns
+    assert caplog.text.count("step 3 ended without a step of optimizer 0") == warns
     loop.checkpointer.close()
 
 
@@ -412,4 +412,4 @@ def test_gradients_of_another_optimizer_are_not_in_the_way(
                 model(torch.ones(2, 4)).sum().backward(inputs=own)
                 if number != 1:
                     optimizer.step()
-    assert "ended without optimizer.step()" not in caplog.text
+    assert "ended without a step of optimizer" not in caplog.text

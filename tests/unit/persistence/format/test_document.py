@@ -34,7 +34,11 @@ def test_the_bytes_of_a_document_are_pinned(path: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**64) + 1, 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=10,
 )
@@ -116,4 +120,11 @@ def test_another_version_is_named_once_its_checksum_holds(path: Path, version: i
 
 def test_a_missing_document_is_not_a_damaged_one(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
+        read_json(path)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, -(2**64)], ids=str)
+def test_a_number_that_no_field_holds_is_damage(path: Path, value: float) -> None:
+    write_json(path, {"value": [value]})
+    with pytest.raises(DamagedFile, match="no number of lowdiff"):
         read_json(path)

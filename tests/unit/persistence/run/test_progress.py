@@ -136,3 +136,9 @@ def test_a_segment_that_is_cut_back_while_it_is_read_kills_nobody(
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotARun, match="is not a lowdiff run"):
         RunWatch(RunFolder(tmp_path), tmp_path)
+
+
+def test_a_run_without_a_log_is_durable_at_its_newest_snapshot(tmp_path: Path) -> None:
+    Loop(tmp_path, settings={"compressor": None}).run(7)
+    found = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "staging").look(1e10)
+    assert (found.committed_step, found.durable_step) == (7, 7)

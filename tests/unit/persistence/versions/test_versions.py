@@ -558,3 +558,14 @@ def test_numpy_takes_bfloat16_as_other_floats() -> None:
     narrow = Tensor.of_torch(torch.tensor([1.0]).to(torch.float8_e4m3fn))
     with pytest.raises(ConfigError, match="NumPy has no float8_e4m3fn"):
         narrow.to_numpy("float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_dtype_that_is_published_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = {"a": Tensor.of_torch(torch.randn(16, 4).to(dtype))}
+    with VersionWriter(FolderTarget(tmp_path), "run") as writer:
+        writer.publish(1, 0, weights)
+    version = Subscriber(tmp_path).newest()
+    assert version is not None
+    (found,) = version.tensors.values()
+    assert np.array_equal(found.bits, weights["a"].bits)
