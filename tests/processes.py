@@ -71,9 +71,9 @@ class Script:
         """See ``subprocess.Popen.poll``."""
         return self._process.exitcode
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Its exit status."""
-        self._process.join(PATIENCE_SECONDS)
+        self._process.join(seconds)
         code = self.poll()
         assert code is not None, f"it does not end: {self.printed()[-3000:]}"
         return code

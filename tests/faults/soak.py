@@ -78,7 +78,7 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
             survivors, size(120, 10), world_size=3, seed=seed
         ),
         "survivors of large states": lambda: survivor_kills(
-            survivors, size(30, 3), world_size=2, hidden=LARGE_HIDDEN, seed=seed
+            survivors, size(10, 3), world_size=2, hidden=LARGE_HIDDEN, seed=seed
         ),
         "survivors killed in their save": lambda: survivor_kills(
             survivors, size(30, 2), world_size=3, places=("save",), seed=seed
@@ -125,8 +125,10 @@ def run(
 
 def in_a_process(title: str, scale: float, seed: int) -> Outcome:
     """One campaign, run by this module in another process."""
-    # In memory where there is room: the campaigns write and delete thousands of small files.
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    # In memory where there is room: the campaigns write and delete thousands of small files. A node
+    # has a /dev/shm of its own, in which it would not find the folder.
+    is_in_memory = Path("/dev/shm").is_dir() and "nodes" not in title
+    place = "/dev/shm" if is_in_memory else None
     with TemporaryDirectory(prefix="lowdiff-soak-", dir=place) as folder:
         words = ["--campaign", title, "--minutes", str(scale * FULL_MINUTES), "--seed", str(seed)]
         command = [sys.executable, "-m", "tests.faults.soak", *words, "--out", folder]

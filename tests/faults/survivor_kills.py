@@ -30,6 +30,8 @@ LARGE_HIDDEN = 250_000
 _STEPS_PER_ROUND = 8
 _RANDOM_SECONDS = 0.4
 _SNAPSHOT_EVERY = 20
+#: A step of a large state, whose every bit is compared, takes up to five seconds on a busy machine.
+_LIFE_SECONDS, _LARGE_STEP_SECONDS = 60.0, 10.0
 
 
 @dataclass
@@ -54,10 +56,11 @@ class SurvivorCampaign:
     def carry_out(self) -> None:
         """Live once without interruption, then fail in every life but the last."""
         until = _STEPS_PER_ROUND * (self.rounds + 1)
+        patience = _LIFE_SECONDS + until * _LARGE_STEP_SECONDS
         words = ["--hidden", self.hidden, "--snapshot-every", _SNAPSHOT_EVERY]
         whole, target = self.folder / "whole", self.folder / "killed"
         for script in life(whole, self.world_size, until, {-1: words}, number=0):
-            assert script.wait() == 0, script.printed()[-3000:]
+            assert script.wait(patience) == 0, script.printed()[-3000:]
         expected = reports(whole, self.world_size)
         before, said = "", ""
         for number in range(self.rounds):
@@ -67,7 +70,7 @@ class SurvivorCampaign:
             self._check(f"round {number - 1}, {before}", said, target, expected)
             before, said = place, reports(target, self.world_size).output
         for script in life(target, self.world_size, until, {-1: words}, number=self.rounds):
-            if script.wait() != 0:
+            if script.wait(patience) != 0:
                 self.outcome.lose(f"the last life failed: {script.printed()[-500:]}")
         self._check(f"round {self.rounds - 1}, {before}", said, target, expected)
 
