@@ -5,10 +5,11 @@ a unit's tensors are copied into the undo area before the optimizer writes them,
 moves on once they are written. So whoever opens the file after a ``kill -9`` puts back at most one
 unit, and finds every unit at the step before or after the one that was under way.
 
-What is small (items, hyper-parameters, an optimizer's numbers) alternates between two checksummed
-slots. Survives the death of every process, not that of the memory: where staging is on a disk, a file
-of an earlier boot may hold pages of different steps, so a note beside it says under which kernel it
-was written.
+What is small (items, hyper-parameters, an optimizer's numbers, the checksum of a unit's parameters and
+averages) alternates between two checksummed slots; a new file has a unit's first one already. Header and
+base have a checksum, too; only the moments have none. Survives the death of every process, not that of
+the memory: where staging is on a disk, a file of an earlier boot may hold pages of different steps, so a
+note beside it says under which kernel it was written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.types import Block
 
 _MAGIC = b"LDREPLCA"
-_LENGTH = struct.Struct("<8sQ")
+_LENGTH = struct.Struct("<8sQI")
 _SLOT = struct.Struct("<QII")
 _UNDO = struct.Struct("<QQQI")
 _ALIGNMENT = 64
@@ -56,7 +58,8 @@ class Contents:
         units: How the tensors are stepped.
         unit_bytes: Bytes that the largest unit writes.
         base: Plain values that hold for the whole life of the file.
-        unit_slot_bytes: Capacity for one unit's numbers.
+        unit_values: What is kept beside the tensors of each unit, as `ReplicaFile.finish` gets it.
+        unit_slot_bytes: Capacity for one unit's values.
         step_slot_bytes: Capacity for what a step changes of everything else.
     """
 
@@ -65,6 +68,7 @@ class Contents:
     units: Sequence[Unit]
     unit_bytes: int
     base: Mapping[str, Any]
+    unit_values: Sequence[bytes]
     unit_slot_bytes: int
     step_slot_bytes: int
 
@@ -112,6 +116,7 @@ class ReplicaFile:
             end += size + -size % _ALIGNMENT
         regions = {
             "step": contents.step,
+            "base checksum": crc32c(base),
             "places": places,
             "dtypes": {name: dtype_name(t.dtype) for name, t in contents.tensors.items()},
             "plan": [
@@ -122,13 +127,15 @@ class ReplicaFile:
         header = json.dumps(regions, separators=(",", ":")).encode()
         start = _start(len(header))
         file = MappedFile(path, max(1, start + end))
-        file.view[: _LENGTH.size] = _LENGTH.pack(_MAGIC, len(header))
+        file.view[: _LENGTH.size] = _LENGTH.pack(_MAGIC, len(header), crc32c(header))
         file.view[_LENGTH.size : _LENGTH.size + len(header)] = header
         made = cls(path, file.view[start:], regions)
         for name, tensor in contents.tensors.items():
             if tensor.numel():
                 made._region(name)[:] = byte_view(tensor)
         made._region("base")[:] = base
+        for unit, values in enumerate(contents.unit_values):
+            made._write_unit_slot(unit, contents.step, values)
         made.unit_steps[:] = contents.step
         return made
 
@@ -141,7 +148,7 @@ class ReplicaFile:
             private: Whether what is written stays this process's own (copy on write).
 
         Raises:
-            DamagedFile: If it is not there, or not one of ours.
+            DamagedFile: If it is not there, not one of ours, or its header fails its checksum.
             OSError: If this process gets no memory or descriptor for it.
         """
         # Populating a private map that may be written would copy all of it.
@@ -150,11 +157,13 @@ class ReplicaFile:
             with path.open("r+b") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 view = memoryview(mmap.mmap(opened.fileno(), size, flags))
-            magic, length = _LENGTH.unpack_from(view)
+            magic, length, checksum = _LENGTH.unpack_from(view)
             if magic != _MAGIC:
                 raise DamagedFile(path, "it is no replica's state")
-            regions = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
-            return cls(path, view[_start(length) :], regions)
+            header = bytes(view[_LENGTH.size : _LENGTH.size + length])
+            if checksum != crc32c(header):
+                raise DamagedFile(path, "its header fails its checksum")
+            return cls(path, view[_start(length) :], json.loads(header))
         except (OSError, ValueError, KeyError, struct.error) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
                 raise
@@ -172,8 +181,15 @@ class ReplicaFile:
         }
 
     def base(self) -> dict[str, Any]:
-        """`Contents.base` as it was given."""
-        found: dict[str, Any] = decode(self._region("base"))
+        """`Contents.base` as it was given.
+
+        Raises:
+            DamagedFile: If it fails its checksum.
+        """
+        data = self._region("base")
+        if crc32c(data) != self._regions["base checksum"]:
+            raise DamagedFile(self.path, "what it was made with fails its checksum")
+        found: dict[str, Any] = decode(data)
         return found
 
     # The unit under way
@@ -207,20 +223,35 @@ class ReplicaFile:
                 data[:] = undo[end : end + data.nbytes]
                 end += data.nbytes
 
-    def finish(self, unit: int, step: int, numbers: bytes) -> None:
-        """A unit is written: from now on it is at ``step``, with these numbers beside its tensors.
+    def finish(self, unit: int, step: int, values: bytes) -> None:
+        """A unit is written: from now on it is at ``step``, with these values beside its tensors.
 
         Raises:
-            SlotTooSmall: If the numbers have grown.
+            SlotTooSmall: If the values have grown.
         """
-        self._write_slot("unit slots", 2 * unit + step % 2, 2 * len(self.units), step, numbers)
+        self._write_unit_slot(unit, step, values)
         self.unit_steps[unit] = step
 
-    def numbers(self, unit: int) -> bytes:
-        """Return the numbers of the unit's last `finish`; empty if there was none."""
+    def unit_values(self, unit: int) -> bytes:
+        """Return what the unit's last `finish` got, or what the file was made with.
+
+        Raises:
+            DamagedFile: If that, or the unit's step, is not as it was written.
+        """
         step = int(self.unit_steps[unit])
         found = self._read_slot("unit slots", 2 * unit + step % 2, 2 * len(self.units))
-        return found[1] if found is not None and found[0] == step else b""
+        if found is None or found[0] != step:
+            raise DamagedFile(self.path, f"unit {unit} fails its checksum at step {step}")
+        return found[1]
+
+    def reach(self) -> int:
+        """The step of the furthest unit; one that fails its checksum is left out."""
+        steps = []
+        for unit, step in enumerate(self.unit_steps):
+            with suppress(DamagedFile):
+                self.unit_values(unit)
+                steps.append(int(step))
+        return max(steps, default=self.base_step)
 
     # The step
 
@@ -236,6 +267,9 @@ class ReplicaFile:
         """The newest finished step, and what `finish_step` got; None before the first."""
         found = [self._read_slot("step slots", index, 2) for index in range(2)]
         return max((f for f in found if f is not None), default=None)
+
+    def _write_unit_slot(self, unit: int, step: int, values: bytes) -> None:
+        self._write_slot("unit slots", 2 * unit + step % 2, 2 * len(self.units), step, values)
 
     def _write_slot(self, name: str, index: int, count: int, step: int, data: bytes) -> None:
         slot = self._slot(name, index, count)

@@ -358,8 +358,11 @@ def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
         else:
             last = file.last_step()
             step = file.base_step if last is None else last[0]
-            reach = max([step, *map(int, file.unit_steps)])
-            found.append(_Source(stage, step, reach))
+            if step < status.step:  # the page is published last
+                Code.REPLICA_MEMORY_DAMAGED.warn(
+                    DamagedFile(file.path, f"step {status.step} fails its checksum")
+                )
+            found.append(_Source(stage, step, max(step, file.reach())))
     mark = read_status(stage.trainer_status, TrainerStatus).image
     # One that was taken over serves where what it was taken into does not. A log leads further, but not
     # where a lost rank's part is known from the image's step on alone.

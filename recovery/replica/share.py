@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowdiff.compressors import Dense
+from lowdiff.core.digest import Looker, join
 from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.format.values import decode, encode
-from lowdiff.recovery.images import aligned_tensors, other_numbers
-from lowdiff.recovery.load import add_numbers, empty_state, place_of
+from lowdiff.recovery.images import aligned_tensors
+from lowdiff.recovery.load import empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
@@ -65,7 +66,7 @@ class Shard:
             journaled: Whether what is done here shall survive this process.
 
         Raises:
-            DamagedFile: If the file does not hold what its fence says.
+            DamagedFile: If the file does not hold what its fence says, or what its owner wrote.
         """
         self.file = file
         self._fence = fence
@@ -81,7 +82,7 @@ class Shard:
             self._take_last_step()
             if (unit := file.unfinished()) is not None:
                 file.put_back(self._written(file.units[unit]))
-            self._take_numbers(base["numbers"])
+            self._take_units()
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedFile(file.path, f"it does not fit its run ({error!r})") from error
         # Whoever only reads the state never makes these.
@@ -113,10 +114,14 @@ class Shard:
         with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
             for index, unit in enumerate(units):
-                if self.file.unit_steps[index] < number:
+                is_due = self.file.unit_steps[index] < number
+                if is_due:
                     self._step_unit(index, unit, step)
+                looked = unit.look() if step.is_digested or (is_due and self._journaled) else []
+                if is_due:
+                    self._finish_unit(index, unit.unit, number, looked)
                 if step.is_digested:
-                    unit.add_checksums([(number, unit.look())], checksums)
+                    unit.add_checksums([(number, looked)], checksums)
         check_digests(
             differential,
             self._shares[differential.rank],
@@ -154,11 +159,12 @@ class Shard:
             self.file.save(index, before)
         unit.step(step, self._scratch)
         unit.collect(self.state)
-        number = step.shards[0].step
+        if self._journaled and len(list(self._written(unit.unit))) > len(before):
+            raise SlotTooSmall("optimizer state that begins late has no place")
+
+    def _finish_unit(self, index: int, unit: Unit, number: int, looked: Sequence[int]) -> None:
         if self._journaled:
-            if len(list(self._written(unit.unit))) > len(before):
-                raise SlotTooSmall("optimizer state that begins late has no place")
-            self.file.finish(index, number, numbers_of(self.state, unit.unit))
+            self.file.finish(index, number, unit_values(self.state, unit, looked))
         else:
             self.file.unit_steps[index] = number
 
@@ -184,17 +190,23 @@ class Shard:
         self._overrides = values["items"]
         change_items(self.state.items[0], self._overrides)
 
-    def _take_numbers(self, begun: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """A parameter some of whose units are a step ahead keeps the numbers of those behind."""
+    def _take_units(self) -> None:
+        """Take every unit's numbers, and see that its parameters are as its last step left them.
+
+        A parameter some of whose units are a step ahead keeps the numbers of those behind.
+        """
         order = sorted(range(len(self.file.units)), key=lambda u: -int(self.file.unit_steps[u]))
         for index in order:
             unit = self.file.units[index]
             names = [self._fence.layout.parameters[b.parameter].name for b in unit.blocks]
-            data = self.file.numbers(index)
-            # A unit that was not stepped since the file was made has those that it was made with.
-            found = decode(data) if data else [begun[unit.optimizer].get(n, {}) for n in names]
-            for name, entries in zip(names, found, strict=True):
-                self.state.optimizers[unit.optimizer].state.setdefault(name, {}).update(entries)
+            values = decode(self.file.unit_values(index))
+            if values["checksum"] != join(look(self.state, unit)):
+                what = f"parameters of unit {index} ({names[0]!r} ...) fail their checksum"
+                raise DamagedFile(self.file.path, what)
+            state = self.state.optimizers[unit.optimizer].state
+            for name, numbers in zip(names, values["numbers"], strict=True):
+                # Keys of numbers come first, as in a state that was loaded from an image.
+                state[name] = numbers | state.get(name, {}) | numbers
 
     def _written(self, unit: Unit) -> Iterator[torch.Tensor]:
         return written_by(self.state, unit)
@@ -219,10 +231,9 @@ def contents_of(
         "groups": [list(optimizer.groups) for optimizer in state.optimizers],
         "held": list(state.held),
         "items": dict(state.items[0]),
-        "numbers": other_numbers(state),
         "whole": whole,
     }
-    numbers_bytes = max((len(numbers_of(state, unit)) for unit in units), default=0)
+    values = [unit_values(state, unit, look(state, unit)) for unit in units]
     items_bytes = sum(len(data) for data in state.items[0].values())
     groups_bytes = len(encode(base["groups"])) + 8 * len(layout.parameters)
     return Contents(
@@ -233,7 +244,8 @@ def contents_of(
             (sum(t.nbytes for t in written_by(state, unit)) for unit in units), default=0
         ),
         base=base,
-        unit_slot_bytes=numbers_bytes + _SLACK_BYTES,
+        unit_values=values,
+        unit_slot_bytes=max(map(len, values), default=0) + _SLACK_BYTES,
         step_slot_bytes=items_bytes + 2 * groups_bytes + _STEP_SLACK_BYTES,
     )
 
@@ -251,14 +263,28 @@ def written_by(state: RecoveredState, unit: Unit) -> Iterator[torch.Tensor]:
                 yield followed[spec.name][block.start : block.stop]
 
 
-def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
-    """Encode what an optimizer keeps of a unit's blocks beside tensors of their shape."""
-    found = []
+def look(state: RecoveredState, unit: Unit) -> list[int]:
+    """Checksums of a unit's blocks of parameters and averages, in the order of `UnitState.look`."""
+    named = [(state.fence.layout.parameters[b.parameter].name, b) for b in unit.blocks]
+    homes = [state.parameters, *(state.averages[name] for name in state.fence.averages)]
+    pieces = (home[name][b.start : b.stop] for home in homes for name, b in named if name in home)
+    return [*Looker(dict(enumerate(pieces))).look().values()]
+
+
+def unit_values(state: RecoveredState, unit: Unit, looked: Sequence[int]) -> bytes:
+    """Encode what is kept of a unit beside its tensors.
+
+    Args:
+        state: Has what an optimizer keeps of the unit's blocks beside tensors of their shape.
+        unit: The unit.
+        looked: Checksums of its parameters and averages.
+    """
+    numbers = []
     for block in unit.blocks:
         spec = state.fence.layout.parameters[block.parameter]
         entries = state.optimizers[unit.optimizer].state.get(spec.name, {})
-        found.append({k: v for k, v in entries.items() if not is_aligned(k, v, spec.numel)})
-    return encode(found)
+        numbers.append({k: v for k, v in entries.items() if not is_aligned(k, v, spec.numel)})
+    return encode({"numbers": numbers, "checksum": join(looked)})
 
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:
@@ -269,5 +295,6 @@ def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredSt
     for full_name, tensor in file.tensors().items():
         home, key, _ = place_of(state, full_name, names)
         home[key] = tensor
-    add_numbers(state, base["groups"], base["numbers"])
+    for optimizer, groups in zip(state.optimizers, base["groups"], strict=True):
+        optimizer.groups = list(groups)
     return state

@@ -127,10 +127,10 @@ def test_gradients_that_an_optimizer_gathers_over_two_bodies_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(tmp_path)
-    first, second = (
-        torch.optim.SGD(part.parameters(), 0.1) for part in (loop.model[0], loop.model[3])
+    parts = list(loop.model.children())
+    first, second, third = (
+        torch.optim.SGD(part.parameters(), 0.1) for part in (parts[0], parts[3], parts[1])
     )
-    third = torch.optim.SGD(loop.model[1].parameters(), 0.1)
     loop.checkpointer.attach(loop.model, [first, second, third])
     for step in loop.checkpointer.steps(4):
         loop.model(torch.randn(8, 20)).square().mean().backward()

@@ -19,6 +19,7 @@ import pytest
 
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaImages
+from lowdiff.core.layout import byte_view
 from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -197,6 +198,49 @@ def test_content_that_fits_nothing_is_a_reason_to_go_back(
     monkeypatch.setattr(in_memory, "merge", misfit)
     dead.assert_recovered(0)
     assert "going back to what is on disk" in caplog.text
+
+
+def flip_parameter(file: ReplicaFile) -> None:
+    name = next(name for name in file.tensors() if name.startswith("model/"))
+    byte_view(file.tensors()[name])[3] ^= 0x40
+
+
+def flip_step_of_unit(file: ReplicaFile) -> None:
+    file.unit_steps[0] ^= 1
+
+
+@pytest.mark.parametrize("flip", [flip_parameter, flip_step_of_unit])
+def test_a_flipped_bit_in_the_replicas_memory_is_a_reason_to_go_back(
+    killed: Life, flip: Callable[[ReplicaFile], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = stage_of(killed.folder)
+    generation = read_status(stage.replica_status, ReplicaStatus).generation
+    flip(ReplicaFile.open(stage.replica_state(generation), private=False))
+    killed.assert_recovered()  # the first state and the queue lead as far
+    assert "LD605" in caplog.text
+    assert "going back to what is on disk" in caplog.text
+    caplog.clear()
+    empty_queue(killed)
+    killed.assert_recovered(0)
+    assert "LD605" in caplog.text
+
+
+def test_a_flipped_bit_in_what_the_replica_keeps_of_a_step_is_told(
+    killed: Life, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = stage_of(killed.folder)
+    path = stage.replica_state(read_status(stage.replica_status, ReplicaStatus).generation)
+    last = ReplicaFile.open(path, private=True).last_step()
+    assert last is not None
+    content = bytearray(path.read_bytes())
+    content[content.index(last[1])] ^= 1
+    path.write_bytes(content)
+    killed.assert_recovered()  # by the step's record
+    assert f"step {STEPS} fails its checksum" in caplog.text
+    caplog.clear()
+    empty_queue(killed)
+    killed.assert_recovered(0)
+    assert f"step {STEPS} fails its checksum" in caplog.text
 
 
 # Blocks that do not reproduce the live run's bits, as with an unusual kernel

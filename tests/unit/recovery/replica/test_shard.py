@@ -21,9 +21,9 @@ from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.model.binding import describe, hyper_parameters
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.load import empty_state
-from lowdiff.recovery.replay.unit import Step
+from lowdiff.recovery.replay.unit import Step, UnitState
 from lowdiff.recovery.replica.file import ReplicaFile, SlotTooSmall
-from lowdiff.recovery.replica.share import Shard, contents_of
+from lowdiff.recovery.replica.share import Shard, contents_of, look
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
 from lowdiff.types import Differential, Fence, Layout, OptimizerStep, Payload, Section
 from tests.unit.core.checksums import checksum
@@ -55,11 +55,11 @@ class Mortal(ReplicaFile):
         super().save(unit, kept)
         self._write(kept)
 
-    def finish(self, unit: int, step: int, numbers: bytes) -> None:
+    def finish(self, unit: int, step: int, values: bytes) -> None:
         self._write()
-        self._write_slot("unit slots", 2 * unit + step % 2, 2 * len(self.units), step, numbers)
+        self._write_unit_slot(unit, step, values)
         self._write()
-        super().finish(unit, step, numbers)
+        super().finish(unit, step, values)
         self._write()
 
     def finish_step(self, step: int, values: bytes) -> None:
@@ -182,6 +182,74 @@ def test_a_shard_steps_as_the_live_run_did(live: Live, tmp_path: Path) -> None:
     assert image(shard.state) == image(live.end)
     reopened = Shard(ReplicaFile.open(file.path, private=False), live.fence, journaled=True)
     assert image(reopened.state) == image(live.end)
+
+
+def without_moments(state: RecoveredState) -> dict[str, Any]:
+    found = image(state)
+    for spec in state.fence.layout.parameters:
+        for key, value in state.optimizers[0].state[spec.name].items():
+            if is_aligned(key, value, spec.numel):
+                del found[f"{spec.name}/{key}"]
+    return found
+
+
+@pytest.mark.parametrize("num_steps", [0, STEPS])
+def test_whatever_byte_of_a_file_changes_no_other_bits_come_from_it_but_of_moments(
+    live: Live, tmp_path: Path, num_steps: int
+) -> None:
+    path = made(live, tmp_path / "state").path
+    owner = Shard(ReplicaFile.open(path, private=False), live.fence, journaled=True)
+    for step in live.steps[:num_steps]:
+        owner.apply(step)
+    expected, content = without_moments(owner.state), path.read_bytes()
+    lines = [i for i in range(0, len(content), 64) if any(content[i : i + 64])]
+    refused = 0
+    with path.open("r+b", buffering=0) as file:
+        for place in (i for line in lines for i in range(line + line // 64 % 16, line + 64, 16)):
+            file.seek(place)
+            file.write(bytes([content[place] ^ 0x10]))
+            try:
+                heir = Shard(ReplicaFile.open(path, private=True), live.fence, journaled=False)
+                if (heir.file.unit_steps > heir.step).any():  # the record is still in the queue
+                    heir.apply(live.steps[heir.step - 1])
+                if heir.step == owner.step:  # else recovery says that the file is of no one step
+                    assert without_moments(heir.state) == expected, place
+            except DamagedFile:
+                refused += 1
+            file.seek(place)
+            file.write(content[place : place + 1])
+    assert refused > 50
+
+
+def test_a_changed_parameter_is_noticed_where_the_trainer_takes_no_checksums(
+    live: Live, tmp_path: Path
+) -> None:
+    file = made(live, tmp_path / "state")
+    shard = Shard(file, live.fence, journaled=True)
+    for step in live.steps:
+        shard.apply(replace(step, shards=(replace(step.shards[0], digests=()),)))
+    assert image(shard.state) == image(live.end)
+    shard.state.parameters["large"][-1] *= -1
+    with pytest.raises(DamagedFile, match=r"'large' .* checksum"):
+        Shard(ReplicaFile.open(file.path, private=True), live.fence, journaled=False)
+
+
+def test_averages_are_among_what_a_unit_has_its_checksum_of(live: Live) -> None:
+    averages = {"swa": ("bias",), "ema": ("scale", "large", "bias")}
+    fence = replace(live.fence, averages=averages)
+    state = live.state(1)
+    state.fence = fence
+    state.averages = {
+        average: {name: torch.randn(state.parameters[name].numel()) for name in followed}
+        for average, followed in averages.items()
+    }
+    for unit in contents_of(state, whole=False, block_elements=128).units:
+        before = look(state, unit)
+        assert UnitState(unit, state, fence).look() == before
+        block = next(b for b in unit.blocks if b.stop > b.start)
+        name = fence.layout.parameters[block.parameter].name
+        state.averages["ema"][name][block.start] += 1
+        assert look(state, unit) != before
 
 
 def test_whoever_reads_privately_leaves_the_file_as_it_is(live: Live, tmp_path: Path) -> None:
