@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from lowdiff.cli.output import Imports, RunArgument, Staging, Workers, say
+from lowdiff.errors import ConfigError
 
 
 def follow(
@@ -49,6 +50,11 @@ def follow(
     from lowdiff.recovery.replay.replayer import ReplayOptions
 
     if out is not None:
+        if not out.suffix:
+            raise ConfigError(
+                f"--out {out}: give FILE.pt or FILE.safetensors, which is written anew at each step; "
+                "a folder for torch.distributed.checkpoint is written by `lowdiff recover`"
+            )
         check_output(out, overwrite=True)
     options = ReplayOptions(num_workers=workers)
     with Follower(run, staging=staging, options=options, durable=durable) as follower:

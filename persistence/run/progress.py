@@ -82,7 +82,8 @@ class RunWatch:
         """
         self._folder = folder
         self._staging_root = staging_root
-        self._run_id = read_run_id(folder)
+        #: Run and life of the newest incarnation; another one may begin in the same folder.
+        self._owner = (read_run_id(folder), "")
         self._tails: dict[Path, tuple[int, int]] = {}
 
     def look(self, now_unix_seconds: float) -> RunProgress:
@@ -93,6 +94,9 @@ class RunWatch:
         ranks: tuple[RankProgress, ...] = ()
         if newest is not None:
             fence = read_fence(self._folder.fence(newest, 0))
+            if (fence.run_id, fence.life) != self._owner:
+                self._owner = (fence.run_id, fence.life)
+                self._tails.clear()
             ranks = tuple(
                 self._rank(listing, newest, rank, fence.base_step, now_unix_seconds)
                 for rank in range(fence.world_size)
@@ -107,7 +111,7 @@ class RunWatch:
     def _rank(
         self, listing: _Listing, incarnation: int, rank: int, base_step: int, now: float
     ) -> RankProgress:
-        stage = StagingFolder.of(self._staging_root, self._run_id, incarnation, rank)
+        stage = StagingFolder.of(self._staging_root, self._owner[0], incarnation, rank)
         trainer = read_status(stage.trainer_status, TrainerStatus)
         writer = read_status(stage.status, WriterStatus)
         snapshots = [

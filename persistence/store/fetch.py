@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -312,6 +312,30 @@ def fetch_history(store: ObjectStore, folder: RunFolder, step: int | None) -> li
     return _looking_again(store, lambda listing: _fetch_history(store, folder, step, listing))
 
 
+def fetch_differentials(store: ObjectStore, folder: RunFolder, after: int) -> list[int]:
+    """Fetch the differentials after a step for a reader that has the state of that step.
+
+    Fetch no snapshot. Remove from ``folder`` the files that the reader has passed, and the snapshots
+    that the store no longer lists, so that ``folder`` stays small however long the run is.
+
+    Args:
+        store: Store of the run.
+        folder: Temporary folder that only this reader uses; created if missing.
+        after: Step of the reader's state.
+
+    Returns:
+        Steps of the store's snapshots that lie on the run's history, ascending.
+
+    Raises:
+        NotARun: If the store holds no run.
+        RunMismatch: If folder and store hold different histories.
+        StoreError: If the store does not answer.
+    """
+    return _looking_again(
+        store, lambda listing: _fetch_differentials(store, folder, after, listing)
+    )
+
+
 def _fetch_all(store: ObjectStore, folder: RunFolder, *, with_images: bool) -> None:
     kinds = ("segment", "image", "manifest") if with_images else ("segment", "manifest")
 
@@ -389,13 +413,54 @@ def _fetch_history(
             constants = listing.constants(fences[base[1]])
             missing = [name for name in constants if name not in here.sizes]
             download(store, folder, missing, listing.sizes)
-            wanted = list(_segments(listing, spans, base[0], step))
-            download(store, folder, [n for n in wanted if n not in here.sizes], listing.sizes)
-            ends = {n: _sound_bytes(folder, n, listing) for n in wanted if n in here.sizes}
-            mend(store, folder, {n: end for n, end in ends.items() if end is not None})
+            _fetch_segments(store, folder, _segments(listing, spans, base[0], step), listing, here)
             break
         passed_over.add(base)
     return [found for found, _ in usable]
+
+
+def _fetch_differentials(
+    store: ObjectStore, folder: RunFolder, after: int, listing: Listing
+) -> list[int]:
+    fetch_fences(store, folder, listing)
+    fences = complete_fences(folder, read_run_id(folder))
+    here = Listing.of_folder(folder)
+    in_store = listing.snapshots(fences)
+    snapshots = {*in_store, *here.snapshots(fences)}
+    # A snapshot proves that its incarnation began; without the snapshot this file says so.
+    for begun in {folder.begun(number) for _, number in snapshots}:
+        if not begun.is_file():
+            write_file(begun, b"")
+    spans = _spans(fences, snapshots)
+    wanted = list(_segments(listing, spans, after, None))
+    needed = {*wanted, *_segments(here, spans, after, None)}
+    _remove(folder, [f for f in here.files("segment") if f.name not in needed])
+    passed = [
+        f for f in here.files("image", "manifest") if f.step <= after or f.name not in listing.sizes
+    ]
+    _remove(folder, passed)
+    _fetch_segments(store, folder, wanted, listing, here)
+    owners = {span.incarnation: span for span in spans}
+    return [step for step, number in in_store if number in owners and owners[number].holds(step)]
+
+
+def _remove(folder: RunFolder, files: Sequence[RunFile]) -> None:
+    """Remove files of a temporary folder, and the folders that become empty."""
+    for file in files:
+        path = folder.root / file.name
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # other files are in it
+            path.parent.rmdir()
+
+
+def _fetch_segments(
+    store: ObjectStore, folder: RunFolder, names: Iterable[str], listing: Listing, here: Listing
+) -> None:
+    """Fetch segments that are missing, and mend those that are damaged or shorter than the store's."""
+    wanted = list(names)
+    download(store, folder, [n for n in wanted if n not in here.sizes], listing.sizes)
+    ends = {n: _sound_bytes(folder, n, listing) for n in wanted if n in here.sizes}
+    mend(store, folder, {n: end for n, end in ends.items() if end is not None})
 
 
 def _fetch_evidence(store: ObjectStore, folder: RunFolder, listing: Listing, here: Listing) -> None:

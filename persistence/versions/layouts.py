@@ -19,6 +19,7 @@ import shutil
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +319,8 @@ def convert(
         follow: Whether each newer version of lowdiff's own layout is taken as well, for ever.
 
     Raises:
-        ConfigError: If there is no such layout, or it cannot hold the weights.
+        ConfigError: If there is no such layout, the source holds no version of it, or the target's layout cannot hold
+            the weights.
         DamagedFile: If a version of the source is damaged.
     """
     for name in (source_layout, target_layout):
@@ -330,6 +332,14 @@ def convert(
         found = ((version.step, version.tensors) for version in subscriber)
     else:
         found = LAYOUTS[source_layout](Path(source)).versions()
+    # Look before the target is made: the target's name would belong to a mistyped source.
+    first = next(found, None)
+    if first is None:
+        raise ConfigError(
+            f"{source} holds no version of layout {source_layout}; name a place that holds one"
+        )
+    found = chain([first], found)
+    del first  # or the first version's weights would stay in memory
     if target_layout != "lowdiff":
         layout = LAYOUTS[target_layout](Path(target), anchor_every)
         for step, weights in found:

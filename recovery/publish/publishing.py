@@ -117,9 +117,12 @@ class Publishing:
         self._wait_seconds = wait_seconds
         self._follower = Follower(run, staging=staging, options=options, durable=publisher.durable)
         self._writer: VersionWriter | None = None
-        #: Incarnation and step of the last version, and the incarnation for which lost versions were withdrawn.
-        self._published = (-1, -1)
-        self._swept = -1
+        #: Life and step of the last version, and the life for which lost versions were withdrawn.
+        self._published = ("", -1)
+        self._swept = ""
+        #: Run of the writer, and the lives of that run whose versions it published, by incarnation.
+        self._run_id = ""
+        self._lives: dict[int, str] = {}
         self._is_late = False
 
     def __enter__(self) -> Self:
@@ -163,20 +166,31 @@ class Publishing:
         follower, every = self._follower, self._publisher.every
         is_late = self._is_late or follower.newest - follower.step > _MOST_BEHIND * every
         follower.look(every, None if is_late else 1)
-        made = (follower.incarnation, follower.step)
-        if follower.step < 0 or made == self._published:
+        made = (follower.life, follower.step)
+        if not follower.has_state or made == self._published:
             return None
         state = follower.weights
         writer = self._opened(state.fence.run_id)
-        if follower.incarnation != self._swept:
-            writer.withdraw(lambda version: follower.is_lost(version.incarnation, version.step))
-            self._swept = follower.incarnation
+        if follower.life != self._swept:
+            writer.withdraw(lambda version: self._is_lost(version.incarnation, version.step))
+            self._swept = follower.life
+        self._lives[follower.incarnation] = follower.life
         weights, aliases = weights_of(state, self._dtype, self._publisher.names)
         manifest = writer.publish(follower.step, follower.incarnation, weights, aliases)
         self._published, self._is_late = made, False
         return manifest
 
+    def _is_lost(self, incarnation: int, step: int) -> bool:
+        """Return whether a version is of a step that the run lost, or of a life whose number another life took."""
+        now, then = self._follower.life_of(incarnation), self._lives.get(incarnation)
+        is_replaced = then is not None and now is not None and now != then
+        return is_replaced or self._follower.is_lost(incarnation, step)
+
     def _opened(self, run_id: str) -> VersionWriter:
+        if self._writer is not None and run_id != self._run_id:
+            # Another run is in the folder; a new writer refuses it where the target has versions of this one.
+            self._writer.close()
+            self._writer = None
         if self._writer is None:
             self._writer = VersionWriter(
                 self._target,
@@ -185,4 +199,5 @@ class Publishing:
                 keep_anchors=self._publisher.keep_anchors,
                 wait_seconds=self._wait_seconds,
             )
+            self._run_id, self._lives = run_id, {}
         return self._writer

@@ -16,7 +16,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError, RunMismatch, StorageError
+from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch, StorageError
 from lowdiff.persistence.versions.target import FolderTarget
 from lowdiff.recovery.publish.publishing import Publishing, published_names
 from lowdiff.testing import wait_until
@@ -186,6 +186,76 @@ def test_a_new_publisher_withdraws_what_was_lost_before_it_came(tmp_path: Path) 
         lost = {t["version"] for t in told if t["incarnation"] == 0 and t["step"] > 0}
         gone = {int(path.name[1:11]) for path in (tmp_path / "target").glob("*.withdrawn")}
         assert lost == gone
+
+
+def test_a_run_that_takes_anothers_place_is_not_published_into_its_target(tmp_path: Path) -> None:
+    with training(tmp_path) as first:
+        first.train(3)
+        publisher = publishing(first)
+        while publisher.next() is not None:
+            pass
+        assert_published(first)
+    shutil.rmtree(tmp_path / "run")
+    with publisher, training(tmp_path) as second:
+        torch.manual_seed(77)
+        second.train(4)
+        for _ in range(2):
+            with pytest.raises(RunMismatch, match="holds the weights of run"):
+                publisher.next()
+        assert_published(first)
+        shutil.rmtree(tmp_path / "target")
+        assert publisher.next() is not None
+        assert_published(second)
+
+
+def test_versions_of_a_life_that_another_one_replaced_are_withdrawn(tmp_path: Path) -> None:
+    with training(tmp_path) as live:
+        live.train(4)
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    with training(tmp_path) as first:
+        first.train(2)
+        publisher = publishing(first)
+        while publisher.next() is not None:
+            pass
+        assert_published(first)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "kept").rename(tmp_path / "run")
+    holding = newest(tmp_path)
+    with publisher, training(tmp_path) as second:
+        torch.manual_seed(77)
+        second.train(2)
+        made = publisher.next()
+        assert made is not None
+        assert (made.incarnation, made.step, made.base) == (1, 6, None)
+        assert_published(second)
+        version = holding.newest()
+        assert version is not None
+        assert version.number == made.version
+        withdrawn = {int(path.name[1:11]) for path in (tmp_path / "target").glob("*.withdrawn")}
+        told = [json.loads(path.read_text()) for path in (tmp_path / "target").glob("v*.json")]
+        lost = {t["version"] for t in told if t["incarnation"] == 1} - {made.version}
+        assert lost == withdrawn != set()
+
+
+def test_a_step_that_does_not_replay_while_the_target_is_away_ends_no_publisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(tmp_path) as live, publishing(live) as publisher:
+        target = Failing(tmp_path / "target")
+        publisher._target = target
+        target.is_away = True
+        live.train()
+        assert publisher.next() is None
+        live.train()
+
+        def refusing(*_: object) -> None:
+            raise ReplayMismatch("step 2 does not replay", step=2)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("lowdiff.recovery.follower.replay", refusing)
+            assert publisher.next() is None
+        target.is_away = False
+        assert publisher.next() is not None
 
 
 class Tied(nn.Module):
@@ -373,5 +443,7 @@ def test_the_commands_publish_pull_and_convert(tmp_path: Path, command: Command)
     done = command("pull", str(tmp_path / "nothing"), "--out", str(file))
     assert (done.code, "holds no version" in done.err) == (1, True)
     assert command("pull", target, "--out", "model.pt").code == 2
+    done = command("convert", str(tmp_path / "typo"), str(tmp_path / "other"))
+    assert (done.code, "holds no version of layout lowdiff" in done.err) == (2, True)
     done = command("publish", str(tmp_path / "run"), "--to", target, "--names", "nowhere:f")
     assert (done.code, "give MODULE:FUNCTION" in done.err) == (2, True)

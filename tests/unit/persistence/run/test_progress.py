@@ -142,3 +142,26 @@ def test_a_run_without_a_log_is_durable_at_its_newest_snapshot(tmp_path: Path) -
     Loop(tmp_path, settings={"compressor": None}).run(7)
     found = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "staging").look(1e10)
     assert (found.committed_step, found.durable_step) == (7, 7)
+
+
+def test_a_run_that_takes_anothers_place_is_watched(tmp_path: Path) -> None:
+    settings = {"batch_size": 1, "snapshot_every": 1000}
+    first = Loop(tmp_path, settings=settings)
+    first.attach()
+    train(first, 0, 7)
+    first.checkpointer.close()
+    watches = [
+        RunWatch(RunFolder(tmp_path / "run"), tmp_path / staging)
+        for staging in ("staging", "elsewhere")
+    ]
+    assert [watch.look(0.0).durable_step for watch in watches] == [7, 7]
+    shutil.rmtree(tmp_path / "run")
+    second = Loop(tmp_path, settings=settings)
+    second.attach()
+    train(second, 0, 3)
+    while second.checkpointer.stats()["durable_step"] < 3:
+        os.sched_yield()
+    live, elsewhere = (watch.look(0.0) for watch in watches)
+    assert (live.committed_step, live.ranks[0].trainer) == (3, "running")
+    assert elsewhere.durable_step == 3
+    second.checkpointer.close()

@@ -14,7 +14,7 @@ from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordR
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.store.client import ObjectStore
-from lowdiff.persistence.store.fetch import download, fetch_history
+from lowdiff.persistence.store.fetch import download, fetch_differentials, fetch_history
 from tests.unit.persistence.made_runs import began, fence
 from tests.unit.persistence.writers import append, log_of, settings_in, writing
 from tests.unit.recovery.training import flip
@@ -163,3 +163,17 @@ def test_a_fetch_removes_what_a_killed_one_left_and_nothing_of_one_that_runs(
     found = {p.name: p.read_bytes() for p in path.parent.iterdir()}
     running = f"{path.name}.{os.getppid()}.partial"
     assert found == {path.name: b"whole", running: b"longer than the whole file"}
+
+
+def test_behind_a_state_no_snapshot_is_fetched_and_what_it_passed_goes(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    store, here = store_of(run), RunFolder(shutil.copytree(run.root, tmp_path / "here"))
+    assert fetch_differentials(store, here, 5) == [0]
+    found = scan(here, check_all=True)
+    assert (found.snapshots, list(found.incarnations)) == ((), [0])
+    assert found.of(0, 0).ranges == [(1, 20)]
+    path = here.segment(0, 0, 1)
+    path.unlink()
+    fetch_differentials(store, here, 5)
+    assert path.is_file()

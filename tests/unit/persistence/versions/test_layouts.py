@@ -196,3 +196,16 @@ def test_another_encoding_of_slime_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("overwrite", "xor"))
     with pytest.raises(DamagedFile, match="only overwrite and zstd are read"):
         list(Slime(tmp_path).versions())
+
+
+@pytest.mark.parametrize("source", ["lowdiff", "slime", "trl"])
+@pytest.mark.parametrize("target", ["lowdiff", "slime"])
+def test_a_source_without_a_version_is_refused_and_makes_no_target(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    found = convert(
+        str(tmp_path / "typo"), str(tmp_path / "out"), source_layout=source, target_layout=target
+    )
+    with pytest.raises(ConfigError, match=f"typo holds no version of layout {source}"):
+        list(found)
+    assert not (tmp_path / "out").exists()
