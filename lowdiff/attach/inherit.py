@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
 from lowdiff.compressors import from_settings
 from lowdiff.core.events import Code
 from lowdiff.core.layout import shares_of, torch_dtype, trained_by
+from lowdiff.errors import DamagedFile
 from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.paths import StagingFolder
@@ -161,7 +163,10 @@ def _marks(
     after = range(newest + 1, newest + 1 + _MOST_STEPS_ON)
     for step in (*range(newest, min(newest, oldest) - 1, -1), *after):
         # Survivors may have saved a step of which a lost rank's record is nowhere.
-        mark = read_differential(records[step], codec).residual if step in records else None
+        mark = None
+        if step in records:
+            with suppress(DamagedFile):  # damage behind the step that is restored is no matter
+                mark = read_differential(records[step], codec).residual
         if mark is not None:
             yield step, mark
 

@@ -175,11 +175,12 @@ class Standby:
         self._samples.note_all({str(id(parameter)): parameter for parameter in self._sampled})
 
     def _put(self, record: Differential) -> int:
+        # First, because staging may fail: other ranks must not take old checksums for those of the step.
+        self._sums.update(record.items)
         if self._items is None or self._is_failing:
             items = all_items(self._live)
-            self._items = StagedItems(self._folder, items)
             self._sums.update(items)
-        self._sums.update(record.items)
+            self._items = StagedItems(self._folder, items)
         size = self._items.stage(record.step, record.items)
         self._is_failing = False
         return size

@@ -293,8 +293,11 @@ class Complaints:
 
 def state_step(stage: StagingFolder) -> int:
     """Return the newest step whose state is in memory as a whole, -1 for none."""
-    pages = (stage.survivor_saved, *(path for _, path in stage.copied_pages()))
+    guests = map(stage.guest_saved, stage.saved_guests())
+    pages = (stage.survivor_saved, *guests, *(path for _, path in stage.copied_pages()))
     images = [read_status(page, SavedStatus).image for page in pages]
+    if not is_log(stage):
+        images.append(read_status(stage.trainer_status, TrainerStatus).image)
     steps = [image.step for image in images if image is not None]
     return max([read_status(stage.replica_status, ReplicaStatus).step, *steps])
 

@@ -20,10 +20,10 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import read_ahead, read_items
 from lowdiff.persistence.staging.status import SavedStatus
-from lowdiff.recovery.state import BUFFER_ITEM, LOOP_STATE, RNG_ITEM, STATEFUL_ITEM
+from lowdiff.recovery.state import BUFFER_ITEM, LOOP_STATE, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 
-#: What a script writes itself, perhaps on one rank alone.
-_OF_SCRIPT = STATEFUL_ITEM + LOOP_STATE
+#: What a script writes itself, perhaps on one rank alone; its large tensors are items of their own.
+_OF_SCRIPT = STATEFUL_ITEM + LOOP_STATE, f"{TENSOR_ITEM}{LOOP_STATE}/"
 #: Kinds of items that ranks compare, by the beginning of their names; the last is all others.
 _KINDS = (RNG_ITEM, BUFFER_ITEM, "")
 
@@ -185,7 +185,7 @@ def inherited(
         The items, and what the user should know of them; None, and why, where something is lost.
     """
     found: dict[str, bytes] = {}
-    reseeded = []
+    reseeded, supposed = [], []
     for name in sorted({*own.now, *before, *(ahead or ())}):
         now, prior, theirs = own.now.get(name), own.before.get(name), before.get(name)
         is_generator, is_buffer = name.startswith(RNG_ITEM), name.startswith(BUFFER_ITEM)
@@ -195,7 +195,9 @@ def inherited(
             is_settled, is_alike = own_ahead == now, is_alike and own_ahead == theirs
         else:  # it may have moved as far as the survivor's did
             is_settled = is_generator and prior == now
-            is_alike = is_alike and (name != _OF_SCRIPT or prior == now)
+            is_supposed = is_alike and prior == now and name.startswith(_OF_SCRIPT)
+            is_alike = is_alike and (is_supposed or not name.startswith(_OF_SCRIPT))
+            supposed += [name] if is_supposed else []
         if is_settled and theirs is not None:
             found[name] = theirs
         # A rank's own batch moves its buffers away from the others', as batch norm's.
@@ -208,14 +210,19 @@ def inherited(
             found[name] = now
         else:
             return None, f"it alone had {name}"
-    return found, _told(reseeded)
+    return found, _told(reseeded, supposed)
 
 
-def _told(reseeded: Sequence[str]) -> str:
-    """Tell the user of generators that are seeded anew."""
+def _told(reseeded: Sequence[str], supposed: Sequence[str] = ()) -> str:
+    """Tell the user of generators that are seeded anew, and of what is supposed not to have moved."""
     names = " and ".join(name.removeprefix(RNG_ITEM) for name in reseeded)
-    text = f"its random generators ({names}) are seeded anew from run, rank and step"
-    return text if reseeded else ""
+    texts = [f"its random generators ({names}) are seeded anew from run, rank and step"] * bool(
+        names
+    )
+    texts += [
+        "what it alone wrote into checkpointer.state in this step, if it did, is lost"
+    ] * bool(supposed)
+    return "; ".join(texts)
 
 
 def _seeded_anew(name: str, seed: tuple[str, int, int]) -> Any:

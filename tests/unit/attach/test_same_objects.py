@@ -85,7 +85,8 @@ class Moving(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         found = self.linear(inputs)
         self.mean = 0.9 * self.mean + 0.1 * found.mean().detach()
-        return found + self.mean
+        moved: torch.Tensor = found + self.mean
+        return moved
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
