@@ -170,6 +170,8 @@ class Attached:
         Args:
             stepped: Optimizers whose gradients are not looked at.
         """
+        if len(stepped) == len(self.optimizers):
+            return {}
         found = {
             i: p.grad
             for i, p in self.parameters.items()

@@ -215,13 +215,12 @@ def inherited(
 
 def _told(reseeded: Sequence[str], supposed: Sequence[str] = ()) -> str:
     """Tell the user of generators that are seeded anew, and of what is supposed not to have moved."""
-    names = " and ".join(name.removeprefix(RNG_ITEM) for name in reseeded)
-    texts = [f"its random generators ({names}) are seeded anew from run, rank and step"] * bool(
-        names
-    )
-    texts += [
-        "what it alone wrote into checkpointer.state in this step, if it did, is lost"
-    ] * bool(supposed)
+    texts = []
+    if reseeded:
+        names = " and ".join(name.removeprefix(RNG_ITEM) for name in reseeded)
+        texts.append(f"its random generators ({names}) are seeded anew from run, rank and step")
+    if supposed:
+        texts.append("what it alone wrote into checkpointer.state in this step, if it did, is lost")
     return "; ".join(texts)
 
 
