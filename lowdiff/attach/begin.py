@@ -108,9 +108,11 @@ def begin(
         start = replace(start, needs_snapshot=True)
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo, ThreadPoolExecutor(1) as beside:
+        # Staging folders go again, unless an incarnation begins with them.
+        unused = undo.enter_context(ExitStack())
+        # Here one rank may fail that others do not: its disk or memory is full, say.
         with ranks.together():
-            area = StagingArea(folder, settings.folder, fence.life)
-            undo.callback(area.release)
+            area = _area(settings, fence, folder, undo, unused)
             publisher = publisher_of(settings, fence, folder, given.attached.module)
             if publisher is not None:
                 undo.callback(publisher.stop)
@@ -134,7 +136,7 @@ def begin(
                 world_size=ranks.world_size,
             )
             standby = _standby(settings, live, folder, memory)
-            copies = _copies(settings, live, fence, ranks, memory, undo)
+            wards = _wards(settings, live, fence, memory, undo, unused)
             queue = _queue(settings, live, fence, memory, starting, publisher, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
@@ -142,9 +144,15 @@ def begin(
             cadence = Cadence(settings, queue.storage, meter.recorder, ranks.world_size)
             cadence.begin(start.step, past)
             live.tracker.start(start.items)
+        # All ranks make each process group at once, and wait there for one that failed before.
+        copies = _copies(settings, live, wards, ranks, memory, undo)
+        recorder = _recorder(settings, live, fence, ranks, hook, scaling, memory)
+        # The base names the residual; from then on the memory of the life before is not needed, and goes.
+        unused.pop_all()
+        with ranks.together():
             session = Session(
                 live,
-                _recorder(settings, live, fence, ranks, hook, scaling, memory),
+                recorder,
                 queue,
                 Staging(area, queue, live, meter.recorder, standby, copies),
                 _agreement(settings, live, ranks, lock),
@@ -160,13 +168,13 @@ def begin(
             undo.callback(session.detach)
             survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
-            if memory.node.others:
-                with ranks.together():  # from here on no rank can fail to begin
-                    if copies is not None:
-                        copies.wait_for_base(start.step)
+        if memory.node.others:
+            with ranks.together():  # from here on no rank can fail to begin
+                if copies is not None:
+                    copies.wait_for_base(start.step)
                 if memory.node.first == ranks.rank:
                     write_file(settings.folder.begun(fence.incarnation), b"")
-            meter.note(past.attached())
+        meter.note(past.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
@@ -217,27 +225,46 @@ def _standby(
     return Standby(folder, live, memory.node, 0) if memory.node.others else None
 
 
-def _copies(
+def _area(
+    settings: Settings, fence: Fence, folder: StagingFolder, undo: ExitStack, unused: ExitStack
+) -> StagingArea:
+    area = StagingArea(folder, settings.folder, fence.life)
+    unused.callback(folder.remove)
+    undo.callback(area.release)
+    return area
+
+
+def _wards(
     settings: Settings,
     live: Live,
     fence: Fence,
+    memory: Memory,
+    undo: ExitStack,
+    unused: ExitStack,
+) -> list[Ward]:
+    """Begin to keep what ranks on other nodes stage."""
+    wards = []
+    for rank in memory.peers.wards if settings.copies > 1 else ():
+        folder = StagingFolder.copy_of(
+            settings.staging_root, fence.run_id, fence.incarnation, rank, live.rank
+        )
+        area = _area(settings, fence, folder, undo, unused)
+        wards.append(_ward(settings, live, fence, memory, area, undo))
+    return wards
+
+
+def _copies(
+    settings: Settings,
+    live: Live,
+    wards: Sequence[Ward],
     ranks: Ranks,
     memory: Memory,
     undo: ExitStack,
 ) -> Copies | None:
-    """Begin to keep what ranks on other nodes stage, and to have kept what this one does."""
+    """Have other nodes keep what this rank stages."""
     peers = memory.peers
     if settings.copies == 1 or ranks.training_group is None:
         return None
-    wards = []
-    with ranks.together():
-        for rank in peers.wards:
-            folder = StagingFolder.copy_of(
-                settings.staging_root, fence.run_id, fence.incarnation, rank, live.rank
-            )
-            area = StagingArea(folder, settings.folder, fence.life)
-            undo.callback(area.release)
-            wards.append(_ward(settings, live, fence, memory, area, undo))
     group = own_group(ranks.training_group)
     outgoing = None
     if settings.replicates_residual and peers.keepers:

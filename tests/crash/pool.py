@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from tests.background import fork_processes, torch_loaded
 
 #: Until a process has ended what a job left, or has started.
 _IDLE_SECONDS = 40.0
+#: Of other ranks once one has raised, for which they may wait.
+_PATIENCE_SECONDS = 60.0
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
 
@@ -71,26 +73,41 @@ class Pool:
         """
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
-            answers: list[tuple[bool, Any]] = []
+            #: Rank -> whether it ended well, and its result or its traceback.
+            answers: dict[int, tuple[bool, Any]] = {}
             self._wait_for_idle(world_size)
             try:
                 for rank, pipe in enumerate(self._pipes[:world_size]):
                     pipe.send((job, rank, world_size, store, arguments))
-                answers.extend(pipe.recv() for pipe in self._pipes[:world_size])
+                self._collect(answers, world_size)
             except EOFError as error:
                 self._replace()
                 raise JobFailed("a rank ended without an answer; its stderr says why") from error
             except BaseException:  # a time limit, above all
-                # Others may wait for one that raised.
-                answers.extend(
-                    pipe.recv() for pipe in self._pipes[len(answers) : world_size] if pipe.poll()
-                )
                 sys.stderr.write("\n".join(_failures(answers)))
                 self._replace()
                 raise
+        if len(answers) < world_size:
+            self._replace()
         if failures := _failures(answers):
             raise JobFailed("\n".join(failures))
-        return [result for _, result in answers]
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def _collect(self, answers: dict[int, tuple[bool, Any]], world_size: int) -> None:
+        """Take answers as they come; some ranks have none where one raised and others wait for it."""
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        deadline = None
+        while ranks:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(ranks), seconds)
+            if not ready:
+                return
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = ranks.pop(pipe)
+                answers[rank] = pipe.recv()
+                if not answers[rank][0] and deadline is None:
+                    deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def _wait_for_idle(self, world_size: int) -> None:
         """Wait until processes want a job; those that cannot let go of an abandoned life are replaced.
@@ -112,11 +129,14 @@ class Pool:
 
     def _replace(self) -> None:
         """Print where each process stands, for whoever looks for the reason, and start new ones."""
-        alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
-        for rank in alive:
-            os.kill(self._processes[rank].pid or 0, signal.SIGUSR2)
+        asked = []
+        for rank, process in enumerate(self._processes):
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):  # it dies at this moment
+                    os.kill(process.pid, signal.SIGUSR2)
+                    asked.append(rank)
         deadline = time.monotonic() + 10.0
-        while not all(self._stacks_of(rank).stat().st_size for rank in alive):
+        while not all(self._stacks_of(rank).stat().st_size for rank in asked):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -137,8 +157,8 @@ class Pool:
         self._folder.cleanup()
 
 
-def _failures(answers: Sequence[tuple[bool, Any]]) -> list[str]:
-    return [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+def _failures(answers: Mapping[int, tuple[bool, Any]]) -> list[str]:
+    return [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
 
 
 def _serve(pipe: Connection, stacks: str) -> None:

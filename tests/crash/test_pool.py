@@ -31,6 +31,12 @@ def wait_forever(rank: int, world_size: int, waits: str) -> None:
         threading.Event().wait()
 
 
+def raise_on_first(rank: int, world_size: int, waits: str) -> None:
+    if rank == 0:
+        raise ValueError("of rank 0")
+    wait_forever(rank, world_size, waits)
+
+
 def die(rank: int, world_size: int, met: str) -> None:
     dist.barrier()
     if rank == 0:
@@ -68,4 +74,13 @@ def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
 def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="ended without an answer"):
         small.run(die, 2, str(tmp_path / "met"))
+    assert small.run(rank_of, 2) == [0, 1]
+
+
+def test_nobody_is_waited_for_who_waits_for_a_rank_that_raised(
+    small: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.crash.pool._PATIENCE_SECONDS", 1.0)
+    with pytest.raises(JobFailed, match="of rank 0"):
+        small.run(raise_on_first, 2, str(tmp_path / "waits"))
     assert small.run(rank_of, 2) == [0, 1]

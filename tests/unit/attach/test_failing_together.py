@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-from lowdiff.compressors import TopK
+from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.model.ranks import Ranks
 from tests.crash.pool import Pool
 from tests.crash.trainings import TRAININGS
@@ -31,6 +34,17 @@ class Fragile:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.broken:
             raise FileNotFoundError("shard 7 of the data")
+
+
+@contextmanager
+def files_up_to(most_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size, as a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def attach(
@@ -80,6 +94,35 @@ def test_one_rank_that_cannot_attach_ends_it_on_all_and_the_next_attach_works(
     assert message in str(second[1])
     assert first == ("LowDiffError", f"rank 1 failed: {error}: {second[1]}. {ADVICE}")
     assert pool.run(attach, 2, str(tmp_path), 6, "") == [("resumed", 4)] * 2
+
+
+def attach_with_groups(
+    rank: int, world_size: int, folder: str, is_limited: bool
+) -> tuple[str, int | str]:
+    """Attach with a compressor that has a process group of its own; staging fits on rank 0 alone."""
+    made = TRAININGS["cnn_sgd"](rank, world_size)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=PowerSGD(1), staging=f"{folder}/staging"
+    )
+    try:
+        with files_up_to(16 << 10 if is_limited and rank == 1 else -1):
+            begun = checkpointer.attach(made.model, made.optimizer)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    checkpointer.close()
+    return "attached", begun
+
+
+def test_memory_that_one_rank_lacks_ends_it_on_all_and_none_is_left(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """The others do not wait for it in the process group that the compressor makes."""
+    first, second = pool.run(attach_with_groups, 2, str(tmp_path), True)
+    assert "File too large" in str(second[1])
+    assert first == ("LowDiffError", f"rank 1 failed: {second[0]}: {second[1]}. {ADVICE}")
+    assert not list((tmp_path / "staging").rglob("*.log"))
+    assert sorted((tmp_path / "staging").rglob("*")) == []
+    assert pool.run(attach_with_groups, 2, str(tmp_path), False) == [("attached", 0)] * 2
 
 
 def share(rank: int, world_size: int, folder: str) -> str:

@@ -33,6 +33,12 @@ COMPRESSORS: list[Compressor] = [
 ]
 
 
+def remove_while_used(staging: Path) -> None:
+    """Remove a folder in which a thread that keeps copies may be making files."""
+    removed = staging.rename(staging.with_name("removed"))
+    shutil.rmtree(removed, ignore_errors=True)  # of a copy that is just being written, a part stays
+
+
 class Training:
     """A rank on a node of its own, with copies on another one."""
 
@@ -178,7 +184,7 @@ def removed(rank: int, world_size: int, folder: str) -> Any:
     training = Training(rank, folder, Cast(), snapshot_every=100)
     training.train(0, 1, 2)
     if rank == 0:
-        shutil.rmtree(training.staging)
+        remove_while_used(training.staging)
     training.train(3, 4, 5, 6)
     wait_until(training.checkpointer, lambda stats: stats["held_step"] >= 6, seconds=20)
     training.train(7, 8)

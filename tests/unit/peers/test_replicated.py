@@ -22,7 +22,7 @@ from lowdiff.protocols import Compressor
 from lowdiff.testing import kill, wait_until
 from tests.crash.lives import owed_by
 from tests.crash.pool import Pool
-from tests.unit.peers.test_copies import Said, Training
+from tests.unit.peers.test_copies import Said, Training, remove_while_used
 
 COMPRESSORS: list[Compressor] = [TopK(0.1), PowerSGD(1, dense_below=8)]
 
@@ -154,7 +154,7 @@ def removed(rank: int, world_size: int, folder: str) -> Any:
     training = Training(rank, folder, TopK(0.1), residual="replicated", snapshot_every=100)
     training.train(0, 1, 2)
     if rank == 0:
-        shutil.rmtree(training.staging)
+        remove_while_used(training.staging)
     training.train(3, 4, 5)
     wait_until(training.checkpointer, lambda stats: stats["held_step"] == 6)
     training.train(6, 7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.testing import wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch
-from tests.unit.peers.test_copies import Said
+from tests.unit.peers.test_copies import Said, remove_while_used
 
 _WIDTH = 256
 #: Elements of one rank's shards.
@@ -124,7 +123,7 @@ def removed(rank: int, world_size: int, folder: str) -> int:
     training = Training(rank, folder)
     training.train(0, 1, 2)
     if rank == 0:
-        shutil.rmtree(training.staging)
+        remove_while_used(training.staging)
     training.train(3, 4, 5)
     training.hold(6)
     training.train(6, 7)
