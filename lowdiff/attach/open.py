@@ -36,7 +36,7 @@ from lowdiff.model.sharding import is_sharded, refuse_ranks_outside
 from lowdiff.model.tracked import Given, watch
 from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
-from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.run.catalog import Catalog, next_incarnation, scan
 from lowdiff.persistence.run.fences import (
     new_life,
     refuse_strange_entries,
@@ -199,6 +199,7 @@ def open_session(
                 share_files(settings, ranks, run_id, imported)
             with ranks.together():
                 catalog = scan(settings.folder, roots)
+                number = next_incarnation(settings.folder, run_id, roots)
             left = shared_out(settings, ranks, run_id, stages)
             state = None
             clock = RecoveryClock()
@@ -220,7 +221,7 @@ def open_session(
                     raise lock.taken_over()
             if lost_tail is not None and lost_tail.chosen:
                 start = replace(start, needs_snapshot=True)
-            fence = _fenced(settings, given, catalog, ranks, start, memory.node, lost_tail)
+            fence = _fenced(settings, given, catalog, number, ranks, start, memory.node, lost_tail)
         opened = begin(
             settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
         )
@@ -280,21 +281,22 @@ def _fenced(
     settings: Settings,
     given: Given,
     catalog: Catalog,
+    number: int,
     ranks: Ranks,
     start: Start,
     node: Node,
     lost_tail: Decision | None,
 ) -> Fence:
-    """The new incarnation; on return every rank's fence is durable."""
+    """The new incarnation, whose number is free on this rank; on return every rank's fence is durable."""
     own_names = [sorted(given.stateful), sorted(given.averages)]
-    told = ranks.gather([own_names, catalog.num_incarnations, new_life()])
+    told = ranks.gather([own_names, number, new_life()])
     names = [theirs for theirs, *_ in told]
     if any(other != names[0] for other in names):
         raise ConfigError(
             "the ranks attached different objects; every rank attaches all of them, and updates an "
             f"AveragedModel in the same steps: {names}"
         )
-    incarnation = max(number for _, number, _ in told)
+    incarnation = max(free for _, free, _ in told)
     life: str = told[0][2]
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor

@@ -68,7 +68,6 @@ class Catalog:
     records: Mapping[tuple[int, int], RankRecords]
     staging: tuple[StagingFolder, ...]
     damage: Sequence[DamagedFile]
-    num_incarnations: int
     unreadable: frozenset[int] = frozenset()
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
@@ -112,7 +111,7 @@ def scan(
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
-    fences, numbers, unreadable = _fences(folder, run_id, damage)
+    fences, unreadable = _fences(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, check=check_all)
     # Read retention.json last: removals are recorded before deletion, so a missing segment is
     # listed.
@@ -125,7 +124,6 @@ def scan(
         records=records,
         staging=tuple(staging),
         damage=damage,
-        num_incarnations=_num_incarnations(folder, numbers, run_id, staging_roots),
         unreadable=unreadable,
         collected=collected,
         pins=pins,
@@ -178,23 +176,6 @@ def _retention(
     return collected, tuple(pins)
 
 
-def _num_incarnations(
-    folder: RunFolder, numbers: set[int], run_id: str, staging_roots: Sequence[Path]
-) -> int:
-    """Return one more than the highest incarnation number of which there is a trace.
-
-    This includes numbers known only from staging, as on a node that comes back with old memory, and
-    numbers of copies of the run folder: no two incarnations may share a name in staging. Files of an
-    incarnation whose fence is lost carry its number as well, and must not pass for those of another.
-    """
-    named = {number for number, *_ in folder.snapshots()}
-    named |= {number for number, *_ in folder.segments()}
-    staged = [
-        stage for root in staging_roots for stage in StagingFolder.with_copies_of_run(root, run_id)
-    ]
-    return max([*numbers, *named, *(s.incarnation for s in staged)], default=-1) + 1
-
-
 def _has_begun(folder: RunFolder, fence: Fence) -> bool:
     """Return whether an incarnation outlived its attach.
 
@@ -226,6 +207,21 @@ def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     return _fences(folder, run_id, [])[0]
 
 
+def next_incarnation(folder: RunFolder, run_id: str, staging_roots: Sequence[Path]) -> int:
+    """Return one more than the highest incarnation number of which there is a trace.
+
+    This includes numbers known only from staging, as on a node that comes back with old memory, and
+    numbers of copies of the run folder: no two incarnations may share a name in staging. Files of an
+    incarnation whose fence is lost carry its number as well, and must not pass for those of another.
+    """
+    durable = (folder.fences(), folder.snapshots(), folder.segments())
+    staged = [
+        stage for root in staging_roots for stage in StagingFolder.with_copies_of_run(root, run_id)
+    ]
+    numbers = [number for found in durable for number, *_ in found]
+    return max([*numbers, *(stage.incarnation for stage in staged)], default=-1) + 1
+
+
 def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     """Return rank 0's fence of every incarnation that began.
 
@@ -233,9 +229,10 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
         DamagedFile: If a fence is damaged or missing, so that the run's history is uncertain.
     """
     damage: list[DamagedFile] = []
-    found, numbers, _ = _fences(folder, run_id, damage)
+    found, _ = _fences(folder, run_id, damage)
     if damage:
         raise damage[0]
+    numbers = folder.incarnations()
     for number, fence in found.items():
         if fence.parent is not None and fence.parent not in numbers:
             raise DamagedFile(
@@ -247,12 +244,11 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 def _fences(
     folder: RunFolder, run_id: str, damage: list[DamagedFile]
-) -> tuple[dict[int, Fence], set[int], frozenset[int]]:
-    """Return complete fences by number, all numbers, and numbers with an unreadable fence."""
+) -> tuple[dict[int, Fence], frozenset[int]]:
+    """Return complete fences by number, and numbers with an unreadable fence."""
     by_number: dict[int, dict[int, Fence]] = {}
-    numbers, unreadable = set(), set()
+    unreadable = set()
     for number, rank, path in folder.fences():
-        numbers.add(number)
         try:
             fence = read_fence(path)
             if (fence.run_id, fence.incarnation, fence.rank) != (run_id, number, rank):
@@ -267,7 +263,7 @@ def _fences(
         for number, fences in by_number.items()
         if 0 in fences and len(fences) == fences[0].world_size
     }
-    return complete, numbers, frozenset(unreadable - complete.keys())
+    return complete, frozenset(unreadable - complete.keys())
 
 
 def _snapshots(

@@ -22,9 +22,8 @@ from lowdiff.errors import (
 )
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.format.image import Manifest, manifest_file
-from lowdiff.persistence.retention.plan import owner_of
+from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
-from lowdiff.persistence.run.fences import lineage
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
 from lowdiff.recovery.compare import differences
@@ -35,6 +34,7 @@ from lowdiff.recovery.plan import (
     decisions,
     plan_recovery,
     recoverable,
+    spans_of,
     steps_after,
     usable_snapshots,
 )
@@ -226,12 +226,11 @@ def _verify(
 
 def _lost_pins(catalog: Catalog, there: Sequence[tuple[int, int]]) -> list[Finding]:
     """Return a finding for each pinned step of the run's history that cannot be recovered."""
-    spans = lineage(catalog.incarnations)
+    spans = spans_of(catalog)
     return [
         Finding(f"step {pin.step}, pinned as {pin.label}, cannot be recovered any more")
         for pin in catalog.pins
-        if owner_of(spans, pin.step) == pin.incarnation
-        and not any(first <= pin.step <= last for first, last in there)
+        if is_valid(spans, pin) and not any(first <= pin.step <= last for first, last in there)
     ]
 
 

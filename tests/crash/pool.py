@@ -187,6 +187,7 @@ def _run(job: Job, rank: int, world_size: int, store: str, arguments: Sequence[A
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
+    dist.barrier()  # a rank that ended at once would close connections that others still make
     try:
         return job(rank, world_size, *arguments)
     finally:

@@ -62,7 +62,6 @@ def catalog(
         },
         staging=(),
         damage=(),
-        num_incarnations=0,
     )
 
 

@@ -72,11 +72,11 @@ class Files:
             number: ranks[0] for number, ranks in self.fences.items() if len(ranks) == WORLD_SIZE
         }
         first = SnapshotSet(0, 0, Path("s0"), ())
-        return Catalog(RUN, Path("run"), complete, (first,), self.records, (), (), len(self.fences))
+        return Catalog(RUN, Path("run"), complete, (first,), self.records, (), ())
 
     def live(self, base: int, death: Death) -> None:
         catalog = self.catalog()
-        number = catalog.num_incarnations
+        number = len(self.fences)
         parent = max(catalog.incarnations, default=None)
         self.fences[number] = {rank: fence(number, parent, base, rank) for rank in death.fenced}
         if len(death.fenced) == WORLD_SIZE:
