@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class FetchWatch:
         self._fetched_in = now.step
 
 
-class _Epochs:
+class _Epochs(ABC):
     """Common part of loaders: a batch belongs to the step in which it is handed out.
 
     Attributes:
@@ -94,21 +95,36 @@ class _Epochs:
         """
         self._before_batch()
         watch = FetchWatch(self._body)
-        for batch in batches:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:  # of the dataset: the loop may catch it and begin another iteration
+                self._batch_failed()
+                raise
             watch.batch_came()
             yield batch
+
+    @abstractmethod
+    def _batch_failed(self) -> None:
+        """Count a batch that could not be loaded, which the next iteration would meet again."""
 
 
 class ResumableLoader(_Epochs):
     """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
 
-    The position counts batches handed out, not batches drawn by prefetching workers. The order of
-    an epoch is a permutation made from ``(seed, epoch)``, and random augmentation of a sample from
-    ``(seed, epoch, index)``, so neither depends on where an epoch was resumed.
+    The position counts batches handed out, not batches drawn by prefetching workers, and batches
+    whose samples raised an error. The order of an epoch is a permutation made from ``(seed,
+    epoch)``, and random augmentation of a sample from ``(seed, epoch, index)``, so neither depends
+    on where an epoch was resumed.
+
+    An iteration that begins while gradients are off is an evaluation: it takes the whole epoch, and
+    leaves the position as it is.
 
     Attributes:
         epoch: Epochs completed.
-        consumed: Batches of the current epoch handed out on this rank.
+        consumed: Batches of the current epoch on this rank that were handed out, or failed.
     """
 
     def __init__(
@@ -177,22 +193,16 @@ class ResumableLoader(_Epochs):
         return count // self._stride if self._drop_last else -(-count // self._stride)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the current epoch that were not consumed yet.
+        """Return an iterator over the batches of the current epoch that were not consumed yet.
 
         Raises:
-            UsageError: If a body of ``steps()`` fetches the next step's batch.
+            UsageError: From the iterator, if a body of ``steps()`` fetches the next step's batch, or
+                if a step is made between the batches of an evaluation.
         """
-        loader = DataLoader(
-            _SeededSamples(self._dataset, self._seed, self.epoch),
-            batch_sampler=self._batches()[self.consumed :],
-            generator=torch.Generator().manual_seed(mixed_seed(self._seed, self.epoch)),
-            **self._options,
-        )
-        # Building the iterator draws a seed from the CPU generator, which fails under another default
-        # device. Forked workers keep the default device under which they start.
-        is_usual = torch.get_default_device().type == "cpu"
-        with nullcontext() if is_usual else torch.device("cpu"):
-            batches = iter(loader)
+        return self._rest_of_epoch() if torch.is_grad_enabled() else self._evaluation()
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        batches = self._load(self._batches()[self.consumed :])
         # Without workers, collating a batch may draw from the step's generators. The same holds for
         # code after an epoch without remaining batches.
         for batch in self._in_time(batches):
@@ -200,6 +210,34 @@ class ResumableLoader(_Epochs):
             yield batch
         self.epoch += 1
         self.consumed = 0
+
+    def _evaluation(self) -> Iterator[Any]:
+        begun = self._body()
+        for batch in self._load(self._batches()):
+            yield batch
+            if self._body() != begun:
+                raise UsageError(
+                    "an iteration over checkpointer.dataloader(...) that began while gradients were "
+                    "off is an evaluation, whose batches do not count, but a step was made between "
+                    "its batches; begin the iteration with gradients on: "
+                    "with torch.enable_grad(): batches = iter(loader)"
+                )
+
+    def _load(self, indices: list[list[int]]) -> Iterator[Any]:
+        loader = DataLoader(
+            _SeededSamples(self._dataset, self._seed, self.epoch),
+            batch_sampler=indices,
+            generator=torch.Generator().manual_seed(mixed_seed(self._seed, self.epoch)),
+            **self._options,
+        )
+        # Building the iterator draws a seed from the CPU generator, which fails under another default
+        # device. Forked workers keep the default device under which they start.
+        is_usual = torch.get_default_device().type == "cpu"
+        with nullcontext() if is_usual else torch.device("cpu"):
+            return iter(loader)
+
+    def _batch_failed(self) -> None:
+        self.consumed += 1
 
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data, and the settings that define the epoch's order."""
@@ -268,7 +306,8 @@ class StatefulEpochs(_Epochs):
     fetching the first batch may draw as well, so they are restored in between.
 
     Attributes:
-        epoch: Epochs completed.
+        epoch: Epochs completed, or ended by a sample that raised an error: the loader's next
+            iteration begins a new epoch.
     """
 
     def __init__(
@@ -322,6 +361,9 @@ class StatefulEpochs(_Epochs):
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
         yield from self._in_time(iterator)
+        self.epoch += 1
+
+    def _batch_failed(self) -> None:
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import ResumableLoader
 from tests.crash.pool import Pool
 from tests.crash.trainings import wrapped
+from tests.unit.loops import Loop
 
 
 class Noisy(Dataset[Any]):
@@ -371,3 +372,80 @@ def test_a_stateful_loader_out_of_order_is_refused(tmp_path: Path) -> None:
     loader = torchdata.StatefulDataLoader(Noisy(), batch_size=4, in_order=False)
     with pytest.raises(ConfigError, match="in_order=False hands batches out as they come"):
         lowdiff.Checkpointer(tmp_path / "run").dataloader(loader)
+
+
+class Broken(Noisy):
+    """Samples of which one cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 9:
+            raise OSError("sample 9 cannot be read")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_goes_on_behind_a_sample_that_cannot_be_read(num_workers: int) -> None:
+    loader = ResumableLoader(Broken(), batch_size=4, shuffle=False, num_workers=num_workers)
+    first: list[list[int]] = []
+    failures = 0
+    while loader.epoch < 2 and failures < 3:
+        try:
+            first += [indices.tolist()[:1] for indices, _ in loader]
+        except OSError:
+            failures += 1
+    assert (loader.epoch, failures) == (2, 2)
+    assert first == [[12], [16], [20]] * 2  # a list that an error broke off is not added
+
+
+def test_the_position_after_a_sample_that_cannot_be_read_is_behind_it() -> None:
+    loader = ResumableLoader(Broken(), batch_size=4, shuffle=False)
+    batches = iter(loader)
+    assert [next(batches)[0][0] for _ in range(2)] == [0, 4]
+    with pytest.raises(OSError, match="sample 9"):
+        next(batches)
+    resumed = ResumableLoader(Broken(), batch_size=4, shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    assert [int(indices[0]) for indices, _ in resumed] == [12, 16, 20]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_sample_that_cannot_be_read_ends_an_epoch_of_a_stateful_loader(tmp_path: Path) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    checkpointer = lowdiff.Checkpointer(tmp_path)
+    loader = checkpointer.dataloader(torchdata.StatefulDataLoader(Broken(), batch_size=4))
+    failures = 0
+    while loader.epoch < 2 and failures < 3:
+        try:
+            list(loader)
+        except OSError:
+            failures += 1
+    assert (loader.epoch, failures) == (2, 2)
+
+
+def test_an_iteration_without_gradients_leaves_the_position_as_it_is() -> None:
+    loader = ResumableLoader(Indices(), batch_size=4, seed=1)
+    undisturbed = [indices.tolist() for indices, _ in loader]
+    loader = ResumableLoader(Indices(), batch_size=4, seed=1)
+    with torch.no_grad():
+        next(iter(loader))  # a look at the shape
+    seen: list[Any] = []
+    for indices, _ in loader:
+        seen.append(indices.tolist())
+        with torch.no_grad():
+            assert [looked.tolist() for looked, _ in loader] == undisturbed
+    assert seen == undisturbed
+    assert (loader.epoch, loader.consumed) == (1, 0)
+
+
+def test_a_training_with_batches_that_do_not_count_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loader = loop.checkpointer.dataloader(Noisy(), batch_size=4)
+    loop.attach()
+    with torch.no_grad():
+        batches = iter(loader)
+    next(batches)
+    loop.step(0)
+    loop.checkpointer.commit()
+    with pytest.raises(UsageError, match="is an evaluation, whose batches do not count"):
+        next(batches)
+    loop.checkpointer.close()
