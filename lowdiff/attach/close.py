@@ -158,6 +158,12 @@ def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
         return "storage is in trouble or behind"
     if opened.session.agreement.has_lost_run:
         return "another trainer has taken over the run"
+    unfinished = opened.session.unfinished
+    if unfinished:
+        return (
+            f"after the last commit (step {opened.session.step}) {unfinished}, so their "
+            "step may not be over; if it is, call commit() before close()"
+        )
     if not opened.session.is_as_sealed():
         return f"the model changed after its last commit (step {opened.session.step})"
     return ""

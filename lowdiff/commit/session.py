@@ -85,6 +85,11 @@ class Session:
         return self.recorder.is_complete and not self._objects.has_refused
 
     @property
+    def unfinished(self) -> str:
+        """Which optimizers stepped since the last commit and which did not; empty where all or none did."""
+        return self.recorder.step.unfinished(self._live.attached.optimizer_names)
+
+    @property
     def is_on_host(self) -> bool:
         """Whether the model is on the CPU."""
         return self._live.attached.is_on_host
@@ -364,6 +369,11 @@ def _before(
             "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
             "repeat; compile the model alone, or mark the function that calls "
             "optimizer.step() with torch.compiler.disable"
+        )
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            "optimizer.step() runs under torch.inference_mode(), where PyTorch makes optimizer state "
+            "whose writes nobody can notice; call it outside, or under torch.no_grad()"
         )
     session.before_optimizer(index, [*args, *kwargs.values()])
 

@@ -106,6 +106,12 @@ class Attached:
     replicas: Replicas | None = None
 
     @property
+    def optimizer_names(self) -> list[str]:
+        """Names for messages: the class, and the place in ``attach`` where there are several."""
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return kinds if len(kinds) == 1 else [f"optimizer {i} ({k})" for i, k in enumerate(kinds)]
+
+    @property
     def exchanged(self) -> Layout:
         """What this rank exchanges with others, and keeps a residual of: in DDP everything."""
         return self.layout if self.replicas is None else self.replicas.part.layout

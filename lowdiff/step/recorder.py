@@ -137,8 +137,7 @@ class Recorder:
         """
         step, averages = self.step, self._live.averages
         if self._most_calls == 1:
-            name = type(self._live.attached.optimizers[optimizer]).__name__
-            step.refuse_again(optimizer, name)
+            step.refuse_again(optimizer, self._live.attached.optimizer_names)
         elif optimizer in step.consumed or (step.consumed and not averages.is_as_committed):
             done, are_replayable = averages.commit()
             if not are_replayable:

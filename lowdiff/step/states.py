@@ -161,20 +161,48 @@ class Step:
         """Whether an optimizer began its step and did not end it."""
         return self.consumed.keys() > self._ended
 
-    def refuse_again(self, optimizer: int, name: str) -> None:
+    def unfinished(self, names: Sequence[str]) -> str:
+        """Say which optimizers stepped and which did not; empty where all did, or none.
+
+        Args:
+            names: Of the optimizers.
+        """
+        stepped = self.stepped
+        done = [name for i, name in enumerate(names) if i in stepped]
+        left = [name for i, name in enumerate(names) if i not in stepped]
+        if not done or not left:
+            return ""
+        return f"{' and '.join(done)} stepped and {' and '.join(left)} did not"
+
+    def refuse_again(self, optimizer: int, names: Sequence[str]) -> None:
         """Refuse a second ``step()`` of an optimizer in a body that may make one.
+
+        Args:
+            optimizer: Which one.
+            names: Of all optimizers.
 
         Raises:
             UsageError: If the optimizer has begun its step already.
         """
         if optimizer not in self.consumed:
             return
+        name = names[optimizer]
         if optimizer not in self._ended:
             raise UsageError(
                 f"optimizer.step() of {name} began again in step {self.number} before it had "
                 "ended: it raised an error, or it calls the step() of a class of which there are "
                 "optimizers as well, so that PyTorch runs the hooks of both; after an error end the "
                 "training and attach again, and share the update in a method of another name"
+            )
+        unfinished = self.unfinished(names)
+        if unfinished:
+            raise UsageError(
+                f"{name} stepped twice between commits of step {self.number}; so far {unfinished}. "
+                "If the loop left the body of that step by break: steps() commits such a body only "
+                "where all optimizers stepped, so call checkpointer.commit() after the break. If "
+                "optimizers step in turn, or one more often than others: call checkpointer.commit() "
+                "after each step, or make one checkpointer.steps(...) body of each. Without a "
+                'compressor, Checkpointer(..., optimizer_steps="any") takes all steps of a body together'
             )
         raise UsageError(
             f"the optimizer stepped twice between commits of step {self.number}; add one line, "

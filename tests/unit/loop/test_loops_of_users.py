@@ -413,3 +413,17 @@ def test_gradients_of_another_optimizer_are_not_in_the_way(
                 if number != 1:
                     optimizer.step()
     assert "ended without a step of optimizer" not in caplog.text
+
+
+def test_a_step_under_inference_mode_is_refused_before_it_changes_anything(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    weights = loop.weights()
+    loop.model(torch.ones(8, 20)).sum().backward()
+    with pytest.raises(UsageError, match=r"under torch\.inference_mode"), torch.inference_mode():
+        loop.optimizer.step()
+    assert torch.equal(loop.weights()["0.weight"], weights["0.weight"])
+    assert not loop.optimizer.state
+    loop.optimizer.step()
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 1

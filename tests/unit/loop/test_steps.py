@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -205,3 +206,57 @@ def test_a_loader_s_first_batch_ends_a_body_that_was_left(tmp_path: Path, kind: 
     assert loader.epoch == 2
     assert len(list(loader)) == 1
     again.checkpointer.close()
+
+
+class Adversaries(Loop):
+    """Two networks with an optimizer each."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        super().__init__(folder, nn.ModuleList(self.parts))
+        self.optimizers = [
+            torch.optim.AdamW(self.parts[0].parameters()),
+            torch.optim.SGD(self.parts[1].parameters(), lr=0.1),
+        ]
+
+    def attach(self, **options: Any) -> int:
+        return self.checkpointer.attach(self.model, self.optimizers, **options)
+
+    def backward(self) -> None:
+        self.parts[1](self.parts[0](torch.ones(2, 4))).sum().backward()
+
+
+SAID = r"optimizer 0 \(AdamW\) stepped and optimizer 1 \(SGD\) did not"
+
+
+def test_a_body_that_was_left_between_two_optimizers_is_named_by_the_next_loop(
+    tmp_path: Path,
+) -> None:
+    loop = Adversaries(tmp_path)
+    loop.attach()
+    for _ in loop.checkpointer.steps(10):
+        loop.backward()
+        loop.optimizers[0].step()
+        break
+    for _ in loop.checkpointer.steps(10):
+        with pytest.raises(UsageError, match=rf"stepped twice.*step 1; so far {SAID}.*by break"):
+            loop.optimizers[0].step()
+        break
+    loop.checkpointer.commit()
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 1
+
+
+def test_a_body_that_was_left_between_two_optimizers_is_named_by_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Adversaries(tmp_path)
+    loop.attach()
+    for _ in loop.checkpointer.steps(10):
+        loop.backward()
+        loop.optimizers[0].step()
+        break
+    loop.checkpointer.close()
+    assert re.search(rf"LD405: no last snapshot is taken: .*{SAID}.*call commit\(\)", caplog.text)
+    assert lowdiff.recover(tmp_path / "run").step == 0

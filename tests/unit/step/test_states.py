@@ -64,12 +64,26 @@ def test_a_body_without_an_optimizers_step_is_sealed_as_well() -> None:
 )
 def test_a_second_step_of_an_optimizer_is_refused(has_ended: bool, message: str) -> None:
     step = Step(7, 1)
-    step.refuse_again(0, "SGD")
+    step.refuse_again(0, ["SGD"])
     step.consume(0, DONE, [])
     if has_ended:
         step.end(0)
     with pytest.raises(UsageError, match=message):
-        step.refuse_again(0, "SGD")
+        step.refuse_again(0, ["SGD"])
+
+
+def test_a_second_step_names_the_optimizers_that_stepped_and_those_that_did_not() -> None:
+    step, names = Step(7, 3), ["the first", "the second", "the third"]
+    assert step.unfinished(names) == ""
+    for optimizer in (0, 1):
+        step.consume(optimizer, DONE, [])
+        step.end(optimizer)
+    said = "the first and the second stepped and the third did not"
+    assert step.unfinished(names) == said
+    with pytest.raises(UsageError, match=f"the second stepped twice.*step 7; so far {said}"):
+        step.refuse_again(1, names)
+    step.consume(2, DONE, [])
+    assert step.unfinished(names) == ""
 
 
 def test_an_earlier_call_is_kept_with_what_it_lacked() -> None:
