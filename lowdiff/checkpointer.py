@@ -31,6 +31,7 @@ from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
+from lowdiff.loop.schedulers import warn_of_schedulers_left_out
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
 from lowdiff.model.binding import Attached, bare_optimizers, describe, of_all_ranks
 from lowdiff.model.items import Stateful
@@ -396,6 +397,7 @@ class Checkpointer:
             self._session.queue.storage.writer.stop()
             self._let_go(opened)
             raise
+        warn_of_schedulers_left_out(attached.optimizers, others.values(), ranks.rank)
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
