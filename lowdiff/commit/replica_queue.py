@@ -200,8 +200,11 @@ class ReplicaQueue:
             written = self._log.append(
                 kind, step, scalars, sections, durable_step=consumed, rebases=rebases
             )
-            size.extend([] if written is None else [written])
-            return written is not None
+            if written is None:
+                self._let_replica_on()
+                return False
+            size.append(written)
+            return True
 
         if self.storage.degrades and is_step:
             fits()
@@ -328,9 +331,20 @@ class ReplicaQueue:
         if self._pending:
             consumed = self._replica.status().consumed_step
             if not self._log.append_ahead(self._pending, durable_step=consumed):
+                self._let_replica_on()
                 return False
             self._pending = ()
         return True
+
+    def _let_replica_on(self) -> None:
+        """Let a replica that has taken all that it may go on, where the queue has no room.
+
+        It is held back for copies that are late (`Copies.show`), and how far they are is heard only once training
+        goes on: with large steps, of which the queue holds few, neither would.
+        """
+        committed, told = self.storage.committed_step, self._told_step
+        if told < committed and self._replica.read_status().consumed_step >= told:
+            self.storage.page.update(settled_step=committed)
 
     def _keep_room(self) -> None:
         """Wait for room for the next step while there is another in which to tell of trouble.

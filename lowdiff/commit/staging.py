@@ -69,7 +69,7 @@ class Copies(Protocol):
         """Tell what this rank alone has of a step, and keep what others store of it."""
         ...
 
-    def show(self, step: int, committed_step: int) -> int:
+    def show(self, step: int, committed_step: int, told_step: int) -> int:
         """Tell replicas of others how far all ranks are; returns to which step replicas may go on."""
         ...
 
@@ -157,10 +157,10 @@ class Staging:
 
     def show(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Tell all processes, and who watches the run, how far this rank is."""
-        settled = (
-            committed_step if self._copies is None else self._copies.show(step, committed_step)
-        )
-        self._queue.storage.show(step, settled, preempted=preempted)
+        storage, settled = self._queue.storage, committed_step
+        if self._copies is not None:
+            settled = self._copies.show(step, committed_step, storage.page.status.settled_step)
+        storage.show(step, settled, committed_step, preempted=preempted)
 
     def is_as_committed(self) -> bool:
         """Whether nothing wrote to what survivors would save, since the last commit; see `Standby`."""

@@ -194,6 +194,7 @@ class Storage:
         page: What this rank tells its processes, and who watches the run.
         batch_size: Differentials per durable write, as the writer was told last.
         last: What a queue heard last of its processes.
+        committed_step: The newest step that all ranks have staged; -1 before the first.
         tells_first: Whether an error is raised only once all ranks have heard of it.
     """
 
@@ -219,6 +220,7 @@ class Storage:
         self.batch_size = settings.batch_size
         self.tells_first = self.raises and world_size > 1
         self.last = WriterStatus()
+        self.committed_step = -1
         self._replica = replica
 
     @property
@@ -319,14 +321,18 @@ class Storage:
         if self.errors.of_store and self.raises:
             raise self.errors.failure([self.rank])
 
-    def show(self, step: int, settled_step: int, *, preempted: bool = False) -> None:
+    def show(
+        self, step: int, settled_step: int, committed_step: int, *, preempted: bool = False
+    ) -> None:
         """Tell the replica, and who watches the run, how far this rank is; look after the publisher.
 
         Args:
             step: The newest staged step.
             settled_step: See `TrainerStatus`.
+            committed_step: See `Storage`.
             preempted: Whether it was told to stop soon.
         """
+        self.committed_step = committed_step
         is_new = step > self.page.status.step
         at = time.time() if is_new else self.page.status.committed_at_unix_seconds
         self.page.update(

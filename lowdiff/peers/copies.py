@@ -190,16 +190,21 @@ class Copies:
         for ward in self._wards:
             ward.begin_anew()
 
-    def show(self, step: int, committed_step: int) -> int:
+    def show(self, step: int, committed_step: int, told_step: int) -> int:
         """Tell replicas of others how far all ranks are; returns to which step all replicas may go on.
 
         A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless that copy is far
         behind, or given up: training does not wait for it.
+
+        Args:
+            step: The newest staged step.
+            committed_step: The newest that all ranks have staged.
+            told_step: To which step this rank's own replica was allowed to go on before.
         """
         settled = committed_step
         if self.replicated_step >= 0:
             settled = min(settled, max(self.replicated_step, committed_step - _MOST_STEPS_BEHIND))
-        self._settled_step = max(self._settled_step, settled)
+        self._settled_step = max(self._settled_step, told_step, settled)
         for ward in self._wards:
             ward.show(step, self._settled_step)
         return self._settled_step

@@ -1,0 +1,65 @@
+"""A copy that is late once does not stop a run without a compressor whose queue holds few steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowdiff
+from tests.crash.pool import Pool
+from tests.crash.trainings import batch, wrapped
+
+#: A record has it twice: the queue of this small model, of six MiB, holds one.
+_ITEM_BYTES = 5 << 19
+_LATE_STEP, _MOST_STEPS = 4, 100
+
+
+class Changing:
+    """A large object that is another one at every step."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"content": self.content}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.content = state_dict["content"]
+
+
+def late(rank: int, world_size: int, folder: str) -> int:
+    """Rank 1 takes nothing of rank 0 for a second; the newest step of which there are copies since."""
+    torch.manual_seed(0)
+    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    changing = Changing()
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
+    )
+    checkpointer.attach(ddp, optimizer, changing=changing)
+    replicated = step = 0
+    while replicated <= _LATE_STEP + 1:
+        assert step < _MOST_STEPS
+        if (rank, step) == (1, _LATE_STEP):
+            copies: Any = checkpointer._session._staging._copies
+            (ward,) = copies._wards
+            ward._writing.acquire()
+            Timer(1.0, ward._writing.release).start()
+        optimizer.zero_grad()
+        ddp(batch(step, rank, 6, 12)).square().mean().backward()
+        optimizer.step()
+        changing.content = random.Random(step).randbytes(_ITEM_BYTES)
+        checkpointer.commit()
+        step += 1
+        replicated = checkpointer.stats()["replicated_step"]  # which all ranks hear alike
+    checkpointer.close()
+    return replicated
+
+
+def test_training_goes_on_and_copies_are_made_again(pool: Pool, tmp_path: Path) -> None:
+    assert min(pool.run(late, 2, str(tmp_path))) > _LATE_STEP + 1
