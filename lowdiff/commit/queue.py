@@ -42,7 +42,7 @@ class StepQueue(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the staging folder, or files of it."""
+        """Whether somebody removed or damaged the staging folder, or files of it."""
         ...
 
     @property
@@ -142,7 +142,7 @@ class LogQueue:
     @property
     def is_gone(self) -> bool:
         """See `StepQueue`."""
-        return self._log.is_gone
+        return self._log.is_gone or self.storage.has_lost_image
 
     @property
     def durable_step(self) -> int:

@@ -120,7 +120,9 @@ class ReplicaQueue:
     @property
     def is_gone(self) -> bool:
         """See `StepQueue`: also where the replica's page went, or the file that holds its state."""
-        if self._log.is_gone or not self._log.folder.replica_status.exists():
+        if self._log.is_gone or self.storage.has_lost_image:
+            return True
+        if not self._log.folder.replica_status.exists():
             return True
         generation = self._replica.read_status().generation
         if generation < 0 or self._log.folder.replica_state(generation).exists():

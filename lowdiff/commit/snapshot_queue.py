@@ -34,7 +34,8 @@ class SnapshotQueue:
     @property
     def is_gone(self) -> bool:
         """See `StepQueue`."""
-        return not self.storage.folder.survivor_status.exists()
+        storage = self.storage
+        return not storage.folder.survivor_status.exists() or storage.has_lost_image
 
     @property
     def durable_step(self) -> int:

@@ -119,7 +119,7 @@ class Staging:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the folder, or files of it."""
+        """Whether somebody removed or damaged the folder, or files of it."""
         return self._queue.is_gone or (self._standby is not None and self._standby.is_gone)
 
     @property

@@ -233,6 +233,11 @@ class Storage:
         """Whether errors of storage are raised, rather than warned of."""
         return self.settings.on_error == "raise"
 
+    @property
+    def has_lost_image(self) -> bool:
+        """Whether a snapshot was removed or damaged in memory before it was durable."""
+        return self.writer.read_status().lost_image >= 0
+
     def set_batch_size(self, batch_size: int) -> None:
         """Have so many differentials, a power of two, go into each durable write from now on."""
         self.batch_size = batch_size
@@ -254,7 +259,7 @@ class Storage:
         while not condition(status := queue.status()):
             if queue.is_gone:
                 raise StorageError(
-                    f"{self.folder.root} was removed while training waited for {what}"
+                    f"{self.folder.root} was removed or damaged while training waited for {what}"
                 )
             if status.error and self.raises:
                 raise self.errors.failure([self.rank])
@@ -354,7 +359,7 @@ class Storage:
         self.errors.skip_lost(step)
         durable_step = self.writer.read_status().durable_step
         Code.STAGING_REMOVED.warn(
-            f"somebody removed {self.folder.root}, or files in it, while training uses it: "
+            f"somebody removed or damaged {self.folder.root}, or files in it, while training uses it: "
             f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows",
             rank=self.rank,
             step=step,

@@ -27,6 +27,7 @@ class WriterStatus:
         first_lost_step: First differential that should be in a segment and is not; valid while no
             durable snapshot is at or after `lost_step`.
         lost_step: Newest such differential, -1 for none; later steps need a snapshot to be usable.
+        lost_image: Step of a snapshot that was removed or damaged in staging before it was durable, -1 for none.
         segment_bytes: Bytes of differentials written, with framing.
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
@@ -47,6 +48,7 @@ class WriterStatus:
     durable_snapshot: int = -1
     first_lost_step: int = -1
     lost_step: int = -1
+    lost_image: int = -1
     segment_bytes: int = 0
     snapshot_bytes: int = 0
     batches: int = 0

@@ -34,6 +34,18 @@ from lowdiff.persistence.staging.status import (
 )
 
 
+class DamagedImage(StorageError):
+    """A staged image is not what its mark says: removed, damaged, or just being overwritten.
+
+    Attributes:
+        checksum: Of the bytes that are there; None where no image is.
+    """
+
+    def __init__(self, image: StagedImage, checksum: int | None) -> None:
+        self.checksum = checksum
+        super().__init__(f"the staged snapshot of step {image.step} changed before it was durable")
+
+
 @dataclass(frozen=True, slots=True)
 class StagedImage:
     """A staged image that waits to be persisted."""
@@ -97,7 +109,8 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     """Make one rank's image durable; after a failure, the same image can be passed again.
 
     Raises:
-        StorageError: If the staged image changed while it was copied, or the run is gone.
+        DamagedImage: If the staged image is gone, or changed before or while it was copied.
+        StorageError: If the run is gone.
         RunMismatch: If another run is in this run's place.
     """
     folder = settings.folder.snapshot(settings.incarnation, image.step)
@@ -130,11 +143,11 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
 
 async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
     """Copy a staged image; the checksums of its parts."""
-    source = read_view(mark.image)[: mark.bytes]
     try:
+        source = read_view(mark.image)[: mark.bytes]
         header = header_of(source)
-    except (ValueError, LookupError, TypeError) as error:
-        raise _changed(mark) from error
+    except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
+        raise DamagedImage(mark, None) from error
     checksum, sums = 0, PartSums(header.bytes, header.entries)
     async with aiofiles.open(partial, "wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
@@ -145,9 +158,5 @@ async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
         await file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
     if checksum != mark.checksum:
-        raise _changed(mark)
+        raise DamagedImage(mark, checksum)
     return sums.found
-
-
-def _changed(mark: StagedImage) -> StorageError:
-    return StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

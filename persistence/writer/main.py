@@ -48,6 +48,7 @@ from lowdiff.persistence.staging.status import (
 from lowdiff.persistence.store.uploader import Uploader
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import (
+    DamagedImage,
     StagedImage,
     durable_image,
     durable_snapshot,
@@ -121,6 +122,8 @@ class Writer:
             None if settings.store is None else Uploader(settings, self._status, self._recorder)
         )
         self._complaints = Complaints(self._status, "error")
+        #: Step of an image that is not what its mark says, and what its checksum was at the last look.
+        self._doubted: tuple[int, int | None] = -1, None
         self._has_begun = False
         self._orders = Orders(settings)
 
@@ -377,10 +380,16 @@ class Writer:
         began = time.monotonic()
         try:
             await persist_image(settings, image)
-        except StorageError:
+        except DamagedImage as damage:
             if image.is_overwritten(settings.staging):
                 return  # a survivor saved a later state in its place
-            raise
+            found = image.step, damage.checksum
+            if self._doubted != found:
+                self._doubted = found
+                raise  # one may be saving it now
+            Code.WRITE_FAILED.warn(f"{damage}: it is given up", rank=settings.rank)
+            self._status.update(lost_image=image.step)
+            return
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.set_facts(snapshot_bytes=image.bytes)
         self._recorder.publish()
