@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,10 @@ def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -
     life.assert_recovered()
 
 
+def has_drift(drift: float, stats: dict[str, Any]) -> bool:
+    return bool(stats["replica_drift"] == drift)
+
+
 def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> None:
     life = Life(tmp_path)
     stage = life.stage
@@ -217,9 +222,7 @@ def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> Non
         parameter.data.view(-1)[0] = weights[0] = 1.0
         weights[0] += change
         life.snapshot()
-        while read_status(stage.replica_status, ReplicaStatus).image_step != step:
-            time.sleep(0.01)
-        assert life.checkpointer.stats()["replica_drift"] == drift
+        life.wait(partial(has_drift, drift))
     life.kill()
     life.assert_recovered()
 
