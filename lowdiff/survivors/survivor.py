@@ -33,7 +33,7 @@ from lowdiff.commit.standby import Standby
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
-from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.locks import FileLock, is_held
 from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.image import ImageTensor, stage_image
@@ -263,7 +263,7 @@ class Survivor:
                     is_alive=is_self
                     or (
                         (page.ready_step >= 0 or not _is_stale(page))
-                        and _is_held(stage.trainer_lock)
+                        and is_held(stage.trainer_lock)
                     ),
                     ready_step=page.ready_step,
                     saved_step=-1 if image is None else image.step,
@@ -385,10 +385,3 @@ class Survivor:
 
 def _is_stale(page: SurvivorStatus) -> bool:
     return time.time() - page.seen_at_unix_seconds > _STOPPED_SECONDS
-
-
-def _is_held(path: Path) -> bool:
-    lock = FileLock(path)
-    is_free = lock.acquire("a survivor that looks", shared=True)
-    lock.release()
-    return not is_free

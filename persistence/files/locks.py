@@ -79,6 +79,17 @@ class FileLock:
             _held.discard(self)
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a lock exclusively; a look keeps no other look out."""
+    lock = FileLock(path)
+    try:
+        return not lock.acquire(f"process {os.getpid()}, looking", shared=True)
+    except FileNotFoundError:  # the folder is gone
+        return False
+    finally:
+        lock.release()
+
+
 def _try_lock(descriptor: int, how: int) -> bool:
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

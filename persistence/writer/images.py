@@ -13,7 +13,7 @@ from crc32c import crc32c
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
@@ -55,9 +55,12 @@ class StagedImage:
     checksum: int
     image: Path
 
-    def is_overwritten(self, staging: StagingFolder) -> bool:
-        """Whether a later image lies in the same file by now."""
-        return any(new.image == self.image for new in newer_images(staging, self.step))
+    def is_withdrawn(self, staging: StagingFolder) -> bool:
+        """Return whether its mark is gone, or is that of a later image in the same file."""
+        return not any(
+            mark is not None and (mark.step, image) == (self.step, self.image)
+            for mark, image in _marks(staging)
+        )
 
 
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
@@ -66,16 +69,20 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
     Of two images of one step, the trainer's is returned, because the replica's image may be gone
     once the trainer's is durable.
     """
-    sources = (
+    new: dict[int, StagedImage] = {}
+    for mark, image in _marks(staging):
+        if mark is not None and mark.step > step:
+            new[mark.step] = StagedImage(mark.step, mark.bytes, mark.checksum, image)
+    return [new[step] for step in sorted(new)]
+
+
+def _marks(staging: StagingFolder) -> tuple[tuple[ImageMark | None, Path], ...]:
+    """Return the mark of each image and its file, the trainer's last."""
+    return (
         (read_status(staging.survivor_saved, SavedStatus).image, staging.survivor_image),
         (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
         (read_status(staging.trainer_status, TrainerStatus).image, staging.snapshot),
     )
-    new: dict[int, StagedImage] = {}
-    for mark, image in sources:
-        if mark is not None and mark.step > step:
-            new[mark.step] = StagedImage(mark.step, mark.bytes, mark.checksum, image)
-    return [new[step] for step in sorted(new)]
 
 
 def durable_image(settings: WriterSettings) -> int:

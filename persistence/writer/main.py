@@ -2,8 +2,9 @@
 
 The trainer starts this process with ``python -m lowdiff.persistence.writer.main SETTINGS``, in a
 session of its own, so that a launcher's kill does not reach it. The process imports neither torch
-nor the user's script. When its trainer is gone, it drains the staging log and exits. A later
-incarnation's writer adopts the staging of a dead writer.
+nor the user's script. When its trainer is gone, it drains the staging log and exits. With strategy
+survivors it first waits for what the ranks that live save for its dead trainer. A later incarnation's
+writer adopts the staging of a dead writer.
 
 Encoding and writing overlap: one task turns records into encoded batches, another writes them.
 """
@@ -23,7 +24,7 @@ from typing import TypeVar
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import DamagedFile, LowDiffError, RunMismatch, StorageError, WriterFailed
 from lowdiff.persistence.files.detached_process import told_settings
-from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.locks import FileLock, is_held
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import RecordRef
 from lowdiff.persistence.retention.collect import DISK_FULL, collect
@@ -68,6 +69,8 @@ _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.04
 _RETRY_SECONDS = 1.0
 _MEASUREMENTS_SECONDS = 10.0
 _NUM_THREADS = 12
+#: How long survivors may take from a rank's death to the end of their save: torchrun gives them 30 s.
+_SURVIVORS_SECONDS = 30.0
 
 
 def _backoff() -> Backoff:
@@ -217,7 +220,9 @@ class Writer:
         """Persist images of trainer and replica; the replica consumes the differentials."""
         staging, rest = self._settings.staging, _backoff()
         while True:
-            gone = self._orders.read() and all(map(is_free, staging.state_locks))
+            # Look at the ranks that live before the images: what they saved is then there.
+            gone = self._orders.read() and not self._may_be_saved()
+            gone = gone and all(map(is_free, staging.state_locks))
             new = newer_images(staging, self._marked)
             for snapshot in new:
                 self._marked = snapshot.step
@@ -229,6 +234,16 @@ class Writer:
             else:
                 rest.reset()
         await self._queue.put(None)
+
+    def _may_be_saved(self) -> bool:
+        """Return whether ranks that live may yet save the state of this rank, whose trainer died."""
+        settings, died_at = self._settings, self._orders.died_at
+        if died_at is None or not settings.staging.survivor_status.exists():
+            return False
+        if time.monotonic() - died_at > _SURVIVORS_SECONDS:
+            return False
+        others = (replace(settings, rank=rank).staging for rank in range(settings.world_size))
+        return any(is_held(o.trainer_lock) for o in others if o.rank != settings.rank)
 
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` records, or fewer after ``flush_seconds``."""
@@ -381,8 +396,8 @@ class Writer:
         try:
             await persist_image(settings, image)
         except DamagedImage as damage:
-            if image.is_overwritten(settings.staging):
-                return  # a survivor saved a later state in its place
+            if image.is_withdrawn(settings.staging):
+                return  # a survivor saved a later state in its place, or its training went on
             found = image.step, damage.checksum
             if self._doubted != found:
                 self._doubted = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 
 from lowdiff.persistence.staging.settings import WriterSettings
 
@@ -37,6 +38,8 @@ class Orders:
         batch_size: Differentials per durable write.
         write_through: Whether an incomplete batch is written at once.
         trainer_gone: Set when nothing more will be staged; for any thread.
+        died_at: Monotonic time at which the trainer's death was seen; None while it lives, and after
+            it said that nothing more will be staged.
     """
 
     def __init__(self, settings: WriterSettings) -> None:
@@ -44,19 +47,25 @@ class Orders:
         self.batch_size = settings.batch_size
         self.write_through = False
         self.trainer_gone = threading.Event()
+        self.died_at: float | None = None
         os.set_blocking(sys.stdin.fileno(), False)
 
     def read(self) -> bool:
         """Read new words; return whether nothing more will be staged, or whether the trainer died."""
         if not self.trainer_gone.is_set():
             try:
-                said = os.read(sys.stdin.fileno(), 64) or END
+                said = os.read(sys.stdin.fileno(), 64)
+                has_died = not said
             except BlockingIOError:
-                said = b""
+                said, has_died = b"", False
             if WRITE_THROUGH in said:
                 self.write_through = True
             self.batch_size = told_batch_size(said) or self.batch_size
             # Forked DataLoader workers may hold the pipe open after the trainer's death.
-            if END in said or os.getppid() != self._trainer_pid:
+            has_died |= os.getppid() != self._trainer_pid
+            if END in said:
+                self.trainer_gone.set()
+            elif has_died:
+                self.died_at = time.monotonic()
                 self.trainer_gone.set()
         return self.trainer_gone.is_set()

@@ -134,6 +134,7 @@ def main(*words: str) -> int:
     parser.add_argument("--phase", default="")
     parser.add_argument("--step", type=int, default=-1)
     parser.add_argument("--after", type=int)
+    parser.add_argument("--late-seconds", type=float, default=0.0, help="before that backward pass")
     parser.add_argument("--hidden", type=int, default=40)
     parser.add_argument("--seeds", action="store_true")
     parser.add_argument("--nodes", default="")
@@ -231,6 +232,8 @@ def main(*words: str) -> int:
                         fault.others = [pid for pid in pids if pid]
                     loss = model(batch(step, rank, 16, 30)).square().mean()
                     optimizer.zero_grad()
+                    if step == fault.step:
+                        time.sleep(args.late_seconds)
                     loss.backward()
                     fault.at("between")
                     if fault.phase == "error" and step == fault.step:

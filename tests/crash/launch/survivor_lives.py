@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import StagingFolder
 from tests.crash.launch import survivor
 from tests.processes import Script
 
@@ -88,3 +91,17 @@ def ended(scripts: list[Script], *, stopped: int | None = None) -> None:
     if stopped is not None:
         scripts[stopped].kill()
         scripts[stopped].wait()
+
+
+def lost(node: Path) -> Callable[[], None]:
+    """Remove what a node had in memory, once its writers have ended."""
+
+    def lose() -> None:
+        root = node / "staging"
+        for stage in StagingFolder.all(root):
+            lock = FileLock(stage.writer_lock)
+            assert lock.acquire("a test", timeout_seconds=60.0)
+            lock.release()
+        shutil.rmtree(root)
+
+    return lose

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launch.survivor_lives import Lives, ended, life, reports
+from tests.crash.launch.survivor_lives import Lives, ended, life, lost, reports
 
 UNTIL, AT = 10, 6
 
@@ -60,6 +60,19 @@ def test_a_killed_rank_costs_the_open_body(
     expected = whole(tmp_path / "whole", world_size, "--seeds")
     found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
     check(found, expected, resumed=resumed)
+
+
+@pytest.mark.launch
+def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_path: Path) -> None:
+    """A survivor saves seconds after the death; all memory is lost once the writers have ended."""
+    expected = whole(tmp_path / "whole", 2, "--seeds")
+    folder = tmp_path / "killed"
+    faults: dict[int, list[object]] = {
+        1: dies("backward"),
+        0: ["--step", AT, "--late-seconds", 3],
+    }
+    found = broken(folder, 2, faults, "--seeds", between=lost(folder))
+    check(found, expected, resumed=AT)
 
 
 @pytest.mark.launch

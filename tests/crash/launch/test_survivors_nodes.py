@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
-from tests.crash.launch.survivor_lives import Lives
+from tests.crash.launch.survivor_lives import Lives, lost
 from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
 from tests.unit.loops import wait_until
-
-
-def lost(folder: Path, node: int) -> Callable[[], None]:
-    """Remove what a node had in memory, once its writers have ended."""
-
-    def lose() -> None:
-        root = folder / f"node{node}" / "staging"
-        for stage in StagingFolder.all(root):
-            lock = FileLock(stage.writer_lock)
-            assert lock.acquire("a test", timeout_seconds=60.0)
-            lock.release()
-        shutil.rmtree(root)
-
-    return lose
 
 
 def check_saved_beside(
@@ -91,7 +75,7 @@ def check_resumed(
     """The step's parameters, optimizer and scheduler come back from those that live."""
     words = ["--seeds", "--nodes", nodes, *options]
     faults = {rank: dies("backward") for rank in victims}
-    found = broken(folder, len(nodes), faults, *words, between=lost(folder, node))
+    found = broken(folder, len(nodes), faults, *words, between=lost(folder / f"node{node}"))
     for rank in range(len(nodes)):
         check_goes_on(found, AT, rank=rank)
 
@@ -161,7 +145,7 @@ def test_what_a_lost_node_alone_had_costs_the_steps_since_the_last_snapshot(
     tmp_path: Path, victim: int, option: str
 ) -> None:
     folder, words = tmp_path / "lost", ["--nodes", "01", option]
-    between = lost(folder, victim)
+    between = lost(folder / f"node{victim}")
     found = broken(folder, 2, {victim: dies("backward")}, *words, between=between)
     assert found.resumed == [0, 0], found.output
     assert "it alone had" in found.output
