@@ -34,15 +34,15 @@ from lowdiff.tuner.just_in_time import (
 )
 
 #: Of a step, with a 10.8 M parameter GPT on CPUs: ``overhead_median`` of docs/results/overhead.json.
-LOG_OVERHEAD_SHARE = 0.021
+LOG_OVERHEAD_SHARE = 0.042
 #: Likewise, of docs/results/lowdiff_plus.json.
-REPLICA_OVERHEAD_SHARE = 0.046
+REPLICA_OVERHEAD_SHARE = 0.068
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
 SURVIVORS_OVERHEAD_SHARE = 0.006
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
-READ_OVER_COPY = 1.34
+READ_OVER_COPY = 1.48
 _DAY_SECONDS = 86400.0
 
 
