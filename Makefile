@@ -56,7 +56,7 @@ wheel: .venv/installed-dev
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
-# About eight minutes on two cores. Both go on where they stopped.
+# Eight to thirteen minutes on two cores, by their speed. Both go on where they stopped.
 bench: .venv/installed-plot
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2 --history 10,100
 
