@@ -169,9 +169,10 @@ def begin(
             survivor = None if standby is None else Survivor(live, session, standby, folder)
             _make_base_durable(settings, session, fence, start)
         if memory.node.others:
-            with ranks.together():  # from here on no rank can fail to begin
+            with ranks.together():
                 if copies is not None:
                     copies.wait_for_base(start.step)
+            with ranks.together():  # no rank can fail to begin any more
                 if memory.node.first == ranks.rank:
                     write_file(settings.folder.begun(fence.incarnation), b"")
         meter.note(past.attached())

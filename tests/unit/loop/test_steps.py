@@ -226,6 +226,13 @@ class Adversaries(Loop):
     def backward(self) -> None:
         self.parts[1](self.parts[0](torch.ones(2, 4))).sum().backward()
 
+    def leave_between_steps(self) -> None:
+        """Leave a body by break when one of the optimizers has stepped."""
+        for _ in self.checkpointer.steps(10):
+            self.backward()
+            self.optimizers[0].step()
+            break
+
 
 SAID = r"optimizer 0 \(AdamW\) stepped and optimizer 1 \(SGD\) did not"
 
@@ -235,10 +242,7 @@ def test_a_body_that_was_left_between_two_optimizers_is_named_by_the_next_loop(
 ) -> None:
     loop = Adversaries(tmp_path)
     loop.attach()
-    for _ in loop.checkpointer.steps(10):
-        loop.backward()
-        loop.optimizers[0].step()
-        break
+    loop.leave_between_steps()
     for _ in loop.checkpointer.steps(10):
         with pytest.raises(UsageError, match=rf"stepped twice.*step 1; so far {SAID}.*by break"):
             loop.optimizers[0].step()
@@ -253,10 +257,7 @@ def test_a_body_that_was_left_between_two_optimizers_is_named_by_close(
 ) -> None:
     loop = Adversaries(tmp_path)
     loop.attach()
-    for _ in loop.checkpointer.steps(10):
-        loop.backward()
-        loop.optimizers[0].step()
-        break
+    loop.leave_between_steps()
     loop.checkpointer.close()
     assert re.search(rf"LD405: no last snapshot is taken: .*{SAID}.*call commit\(\)", caplog.text)
     assert lowdiff.recover(tmp_path / "run").step == 0
