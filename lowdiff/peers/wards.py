@@ -118,7 +118,10 @@ class Ward:
 
     def stage_image(self, sealed: Sealed) -> None:
         """Make the rank's share of a snapshot of the live state."""
-        step, slot = sealed.differential.step, 1 - self._slot
+        with self._changed:
+            # An image whose items are not here yet is written over: it is not to be published meanwhile.
+            slot, self._image = 1 - self._slot, None
+        step = sealed.differential.step
         try:
             tensors = share_of_items(self._live, sealed, self.rank, {})
             size, checksum = stage_image(
@@ -409,9 +412,8 @@ class ReplicaWard(Ward):
         StatusPage(folder.status, WriterStatus())  # nobody writes its images to a disk
 
     def close(self, *, removes: bool) -> None:
-        """See `Ward`."""
-        if removes:
-            self._replica.stop()
+        """See `Ward`: its replica would hold what it keeps until this trainer ends."""
+        self._replica.stop()
         super().close(removes=removes)
 
 

@@ -309,10 +309,11 @@ class ProcessHandle(ABC):
     def stop(self) -> None:
         """End the process at once, which the trainer's death would not do."""
         self.is_stopped = True
-        if self.has_begun:
-            self._process.kill()
-            with self._process:  # closes the pipe and waits
-                pass
+        with self._pipe:
+            if self.has_begun:
+                self._process.kill()
+                with self._process:  # closes the pipe and waits
+                    pass
 
     @abstractmethod
     def _start(self) -> DetachedProcess:
@@ -334,7 +335,7 @@ class ProcessHandle(ABC):
     def _run(self, process: DetachedProcess) -> None:
         """Take a first process for the one that serves; `_pipe` is held."""
         self._process = process
-        self.has_begun, self.is_stopped = True, False
+        self.has_begun = True
         self._checked = time.monotonic()
         self._greet()
 
@@ -348,9 +349,9 @@ class ProcessHandle(ABC):
     def _replace_if_dead(self, *, at_once: bool = False) -> None:
         """Replace a dead process; after several deaths, delays apply even with ``at_once``."""
         self._checked = time.monotonic()
-        if self.is_stopped or self._process.poll() is None:
-            return
         with self._pipe:
+            if self.is_stopped or self._process.poll() is None:
+                return
             self._close_pipe()
             exit_code, done = self._process.returncode, self._done()
             process = self._deaths.successor(exit_code, done, self._start, at_once=at_once)

@@ -99,6 +99,7 @@ class WriterProcess(ProcessHandle):
         Raises:
             WriterFailed: If the writer does not start.
         """
+        self.is_stopped = False
         self._begin()
         self._status = self._wait_for_status()
 

@@ -51,11 +51,12 @@ class ReplicaProcess(ProcessHandle):
         """Return what the replica has done; start it if it is not there, or no longer."""
         if self.has_begun:
             self._look_after()
-        elif not self.is_stopped:
-            with self._pipe:
-                process = self._deaths.started(self._done(), self._start)
-                if process is not None:
-                    self._run(process)
+        else:
+            with self._pipe:  # another thread may stop it just now
+                if not self.is_stopped:
+                    process = self._deaths.started(self._done(), self._start)
+                    if process is not None:
+                        self._run(process)
         return self._status.read()
 
     def _done(self) -> list[int]:

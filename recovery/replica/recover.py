@@ -257,9 +257,9 @@ def _sources(
         if copy.rank == rank and _is_at_rest(copy):
             found += _copied(copy)
             found += [] if is_log(copy) else _sources_of(copy, has_copies=True)
-    if copies:
-        steps = {mark.step for copy in copies for _, mark in _marks(copy)}
-        found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
+    steps = [step for copy in copies for step in _steps_of(copy)]
+    if steps:
+        found += _on_disk(catalog, incarnation, rank, min(steps), {s.step for s in found})
     # What the rank's own node saved holds all of its items.
     own_steps = [source.step for source in found]
     with suppress(FileNotFoundError):
@@ -326,14 +326,22 @@ def _copied(copy: StagingFolder) -> list[_Source]:
     return found
 
 
+def _steps_of(copy: StagingFolder) -> list[int]:
+    """Steps of what a copy says that it holds: of its images, and of its replica's state."""
+    last = read_status(copy.trainer_status, TrainerStatus).image
+    marks = [mark for _, mark in _marks(copy)] + ([] if last is None else [last])
+    replica = read_status(copy.replica_status, ReplicaStatus)
+    return [mark.step for mark in marks] + ([replica.step] if replica.step >= 0 else [])
+
+
 def _on_disk(
-    catalog: Catalog, incarnation: int, rank: int, steps: Collection[int]
+    catalog: Catalog, incarnation: int, rank: int, first: int, known: Collection[int]
 ) -> list[_Source]:
-    """A rank's share of snapshots at some steps, whether or not those of all ranks are there."""
-    found, folder = [], RunFolder(catalog.root)
-    for step in steps:
-        snapshot = folder.snapshot(incarnation, step)
-        if manifest_file(snapshot, rank).is_file():
+    """A rank's share of snapshots from a step on, whether or not those of all ranks are there."""
+    found = []
+    for number, step, snapshot in RunFolder(catalog.root).snapshots():
+        is_wanted = number == incarnation and step >= first and step not in known
+        if is_wanted and manifest_file(snapshot, rank).is_file():
             with suppress(DamagedFile, FileNotFoundError):  # said where the snapshot is listed
                 path = check_shard(snapshot, Manifest.read(manifest_file(snapshot, rank)))
                 found.append(_Source(None, step, step, image=path))

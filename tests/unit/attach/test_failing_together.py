@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.errors import StorageError
 from lowdiff.model.ranks import Ranks
+from lowdiff.peers.copies import Copies
+from lowdiff.persistence.files.paths import RunFolder
 from tests.crash.pool import Pool
 from tests.crash.trainings import TRAININGS
 
@@ -123,6 +127,40 @@ def test_memory_that_one_rank_lacks_ends_it_on_all_and_none_is_left(
     assert not list((tmp_path / "staging").rglob("*.log"))
     assert sorted((tmp_path / "staging").rglob("*")) == []
     assert pool.run(attach_with_groups, 2, str(tmp_path), False) == [("attached", 0)] * 2
+
+
+def attach_nodes(rank: int, world_size: int, folder: str, is_broken: bool) -> str:
+    """Attach ranks on nodes of their own; rank 1 has no room for its copy of rank 0."""
+    made = TRAININGS["cnn_sgd"](rank, world_size)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=TopK(0.1), staging=f"{folder}/staging-{rank}", copies=2
+    )
+
+    def fail(*_: Any) -> None:
+        time.sleep(1.0)
+        raise StorageError("no room for a copy of rank 0")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if is_broken and rank == 1:
+            patched.setattr(Copies, "wait_for_base", fail)
+        try:
+            checkpointer.attach(made.model, made.optimizer)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    checkpointer.close()
+    return "attached"
+
+
+def test_nodes_say_that_an_incarnation_began_only_where_no_rank_can_fail(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, second = pool.run(attach_nodes, 2, str(tmp_path), True)
+    assert second == "StorageError: no room for a copy of rank 0"
+    assert first == f"LowDiffError: rank 1 failed: {second}. {ADVICE}"
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.begun(0).exists()
+    assert pool.run(attach_nodes, 2, str(tmp_path), False) == ["attached"] * 2
+    assert folder.begun(max(folder.incarnations())).exists()
 
 
 def share(rank: int, world_size: int, folder: str) -> str:

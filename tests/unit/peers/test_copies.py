@@ -42,7 +42,9 @@ def remove_while_used(staging: Path) -> None:
 class Training:
     """A rank on a node of its own, with copies on another one."""
 
-    def __init__(self, rank: int, folder: str, compressor: Compressor, **settings: Any) -> None:
+    def __init__(
+        self, rank: int, folder: str, compressor: Compressor | None, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.rank = rank
         self.staging = Path(folder) / f"staging-{rank}"

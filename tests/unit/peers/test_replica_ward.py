@@ -1,4 +1,4 @@
-"""A copy of a rank without a compressor, when that rank ends."""
+"""What one rank keeps for another, where that rank is late or ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.model.tracked import Live
+from lowdiff.peers import wards
 from lowdiff.peers.line import Receiver
-from lowdiff.peers.wards import ReplicaWard
+from lowdiff.peers.note import Note
+from lowdiff.peers.wards import ReplicaWard, Ward
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
@@ -28,7 +31,10 @@ def test_no_image_is_made_with_items_of_an_earlier_step(
         area,
         cast("Live", SimpleNamespace(rank=0)),
         cast("StagingLog", None),
-        cast("ReplicaProcess", SimpleNamespace(read_status=lambda: SimpleNamespace(image_step=0))),
+        cast(
+            "ReplicaProcess",
+            SimpleNamespace(read_status=lambda: SimpleNamespace(image_step=0), stop=lambda: None),
+        ),
     )
     ended: Any = SimpleNamespace(head=lambda: None)
     ward.receive(cast("Receiver", ended))  # the rank ended before it told of step 5
@@ -39,3 +45,37 @@ def test_no_image_is_made_with_items_of_an_earlier_step(
     assert ward.copied_step == ward.held_step == -1
     assert not folder.snapshot.exists()
     ward.close(removes=False)
+
+
+def test_an_image_that_is_written_over_is_not_published_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank tells its items of step 1 only while the image of step 2 is made, in the same slot."""
+    folder = StagingFolder.copy_of(tmp_path / "staging", "0" * 32, 0, 1, 0)
+    area = StagingArea(folder, RunFolder(tmp_path / "run"), "0" * 32)
+    ward = Ward(area, cast("Live", SimpleNamespace(rank=0)), None)
+
+    def tell(step: int) -> None:
+        message = Note(step, False, encode({"items": {}}), [], 0, {})
+        heads: Any = iter([SimpleNamespace(is_image=False, generation=0), None])
+        said: Any = SimpleNamespace(head=lambda: next(heads), note=lambda _: message.encoded())
+        ward.receive(cast("Receiver", said))
+
+    def share(step: int, *_: Any) -> list[Any]:
+        if step == 2:
+            tell(1)
+            assert ward.copied_step == -1
+        return []
+
+    def stage(step: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(wards, "share_of_items", lambda *_: share(step))
+            sealed: Any = SimpleNamespace(differential=SimpleNamespace(step=step))
+            ward.stage_image(cast("Sealed", sealed))
+
+    stage(1)
+    stage(2)
+    assert ward.copied_step == -1
+    tell(2)
+    assert ward.copied_step == 2
+    ward.close(removes=True)

@@ -111,21 +111,26 @@ def test_a_rank_that_lives_on_another_node_finds_its_residual(
         assert not [text for text in said if "LD31" in text]
 
 
-def ended(rank: int, world_size: int, folder: str, *steps: int) -> int:
+def ended(
+    rank: int, world_size: int, folder: str, compressor: Compressor | None, *steps: int
+) -> int:
     """A life that ends well, of ranks whose nodes have disks of their own."""
-    training = Training(rank, f"{folder}/node-{rank}", Cast(), snapshot_every=100)
+    training = Training(rank, f"{folder}/node-{rank}", compressor, snapshot_every=100)
     began: int = training.checkpointer._session.step
     training.train(*steps)
     training.checkpointer.close()
     return began
 
 
-def test_a_node_may_be_lost_after_a_run_has_ended_well(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(ended, 2, str(tmp_path), 0, 1, 2) == [0, 0]
+@pytest.mark.parametrize("compressor", [Cast(), None], ids=["log", "replica"])
+def test_a_node_may_be_lost_after_a_run_has_ended_well(
+    pool: Pool, tmp_path: Path, compressor: Compressor | None
+) -> None:
+    assert pool.run(ended, 2, str(tmp_path), compressor, 0, 1, 2) == [0, 0]
     shutil.rmtree(tmp_path / "node-1")
-    assert pool.run(ended, 2, str(tmp_path), 3) == [3, 3]
+    assert pool.run(ended, 2, str(tmp_path), compressor, 3) == [3, 3]
     shutil.rmtree(tmp_path / "node-0")
-    assert pool.run(ended, 2, str(tmp_path)) == [4, 4]
+    assert pool.run(ended, 2, str(tmp_path), compressor) == [4, 4]
 
 
 def test_without_it_the_lost_rank_owes_nothing(pool: Pool, tmp_path: Path) -> None:
