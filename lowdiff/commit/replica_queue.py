@@ -15,7 +15,7 @@ from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import ReplicaSettings
-from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus
+from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.recovery.state import SCALAR_STATE
@@ -36,14 +36,10 @@ class ReplicaImages(Images):
         self._replica = replica
         self._holds_memory = False
 
-    def asked_for_by(self, status: ReplicaStatus) -> bool:
-        """Whether the replica holds no state although it has taken over every image there was."""
-        return status.generation < 0 and status.image_step >= self.step >= 0
-
     def notice(self) -> bool:
         """Hear whether the replica asks for an image; returns whether it needs one."""
         status = self._replica.status()
-        asks = self.asked_for_by(status)
+        asks = status.asks_for_image(self.step)
         # Where somebody removed staging, the next commit names the cause and cures it.
         if not status.error or self._storage.folder.replica_status.exists():
             self._storage.errors.report_replica(status.error, asks=asks)
@@ -139,14 +135,14 @@ class ReplicaQueue:
     def owes_snapshot(self) -> bool:
         """See `StepQueue`: also where the replica asks for an image."""
         images = self.images
-        asks = images.asked_for_by(self._replica.read_status())
+        asks = self._replica.read_status().asks_for_image(images.step)
         return images.is_owed or images.is_needed or asks
 
     def status(self) -> WriterStatus:
         """See `StepQueue`: without the replica's images nothing becomes durable, either."""
         storage, replica = self.storage, self._replica.read_status()
         # Not what ends with the trainer's next snapshot.
-        is_asking = replica.forgot or self.images.asked_for_by(replica)
+        is_asking = replica.forgot or replica.asks_for_image(self.images.step)
         trouble = "" if is_asking else replica.error
         status = storage.writer.status().with_errors(trouble, self._replica.error)
         if not (status.error and self.is_gone):  # the next commit names the cause and cures it

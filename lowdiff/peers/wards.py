@@ -384,8 +384,11 @@ class ReplicaWard(Ward):
         return self._replica.read_status().image_step < self.copied_step
 
     def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
-        """See `Ward`: waits for the replica to make room."""
-        write = super()._write
+        """See `Ward`: waits for the replica to make room; without a state it has no use for steps."""
+        write, status = super()._write, self._replica.status()
+        if status.asks_for_image(self.copied_step):
+            self._give_up(f"its replica here has no state: {status.error}")
+            return False
         return self._waits_for(lambda: write(log, note, sections), _PATIENCE_SECONDS)
 
     def _free_step(self) -> int:

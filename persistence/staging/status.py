@@ -139,6 +139,10 @@ class ReplicaStatus:
     drift: float | None = None
     image: ImageMark | None = None
 
+    def asks_for_image(self, newest_step: int) -> bool:
+        """Return whether it holds no state although it has taken over the trainer's newest image."""
+        return self.generation < 0 and self.image_step >= newest_step >= 0
+
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +23,9 @@ from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
+from lowdiff.testing import wait_until
+from tests.crash.pool import Pool
+from tests.unit.peers.test_copies import Said, Training
 
 
 def test_no_image_is_made_with_items_of_an_earlier_step(
@@ -79,3 +85,46 @@ def test_an_image_that_is_written_over_is_not_published_meanwhile(
     tell(2)
     assert ward.copied_step == 2
     ward.close(removes=True)
+
+
+def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
+    """The replica of rank 0's copy of rank 1 dies, and its state is damaged before another one starts."""
+    said = Said()
+    logging.getLogger("lowdiff").addHandler(said)
+    training = Training(rank, folder, None, snapshot_every=1000)
+    training.train(0, 1, 2)
+    wait_until(training.checkpointer, partial(_is_held, 3))
+    if rank == 0:
+        copies: Any = training.checkpointer._session._staging._copies
+        (ward,) = copies._wards
+        pid, status = ward._replica.pid, ward._replica.read_status()
+        os.kill(pid, signal.SIGSTOP)
+        ward._folder.replica_state(status.generation).write_bytes(b"")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(training.checkpointer, partial(_is_noticed, ward))
+    training.train(3, 4, 5)
+    wait_until(training.checkpointer, partial(_is_held, 6))
+    training.train(6, 7)
+    replicated = training.checkpointer.stats()["replicated_step"]
+    training.checkpointer.close()
+    logging.getLogger("lowdiff").removeHandler(said)
+    return [text for text in said.texts if "LD901" in text], replicated
+
+
+def _is_held(step: int, stats: dict[str, Any]) -> bool:
+    return bool(stats["held_step"] >= step)
+
+
+def _is_noticed(ward: ReplicaWard, _: dict[str, Any]) -> bool:
+    """Whether another replica has started and found no state; the ward looks after it only with steps."""
+    return ward._replica.status().forgot
+
+
+def test_a_replica_without_a_state_gets_an_image_before_steps_count_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (said, first), (none, second) = pool.run(forgetful, 2, str(tmp_path))
+    assert "no copy of rank 1's steps is kept until the next full snapshot" in said[0]
+    assert "its replica here has no state" in said[0]
+    assert not none
+    assert min(first, second) >= 6
