@@ -50,6 +50,8 @@ _TRAINER = re.compile(r"process \d+")
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
 _PATIENCE_SECONDS = 30.0
+#: Copies trail by fewer steps, unless one was given up.
+_MOST_STEPS_BEHIND = 8
 _HOST = torch.device("cpu")
 
 
@@ -65,6 +67,7 @@ class _Source:
             where it is the replica's state.
         items: Where the image has none, as it was saved on another node; None where it has them.
         doubt: What the user should know of these items.
+        is_saved: Whether survivors on another node saved it.
     """
 
     stage: StagingFolder | None
@@ -73,6 +76,7 @@ class _Source:
     image: Path | None = None
     items: Mapping[str, bytes] | None = None
     doubt: str = ""
+    is_saved: bool = False
 
     @property
     def path(self) -> Path:
@@ -150,26 +154,57 @@ def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> Mem
         sources: list[list[_Source]] = []
         while len(sources) < span.world_size and (not sources or sources[-1]):
             sources.append(_sources(catalog, span.incarnation, len(sources), passed_over))
-        if not sources[-1]:
+        newest = _way_from(catalog, span, step, sources) if sources[-1] else None
+        if newest is None:
             continue
-        for common in sorted({s.reach for found in sources for s in found}, reverse=True):
-            if not span.holds(common) or (step is not None and common > step):
-                continue
-            # A share is replayed by its rank's own records where these have whole gradients.
-            is_exact = catalog.incarnations[span.incarnation].logs_steps
-            chosen = [
-                _nearest(
-                    catalog.of(span.incarnation, rank),
-                    [s for s in found if s.step == common or not is_exact],
-                    common,
-                )
-                for rank, found in enumerate(sources)
-            ]
-            steps = steps_after(catalog, common, step)
-            reached = steps[-1].step if steps else common
-            complete = tuple(source for source in chosen if source is not None)
-            if len(complete) == len(chosen) and step in (None, reached):
-                return MemoryPlan(reached, span.incarnation, common, complete, steps)
+        left = _without_doubt(catalog, span, sources)
+        copied = newest if left == sources else _way_from(catalog, span, step, left)
+        if copied is None or copied.step < newest.step - _MOST_STEPS_BEHIND:
+            return newest
+        if copied.step < newest.step:
+            passed_over[newest.step] = (
+                f"step {newest.step}, which survivors saved, is passed over: the copies of step {copied.step} have all "
+                "that the lost ranks had, so training goes on from there as if nothing had failed"
+            )
+        return copied
+    return None
+
+
+def _without_doubt(
+    catalog: Catalog, span: Span, sources: Sequence[Sequence[_Source]]
+) -> list[list[_Source]]:
+    """Leave out what survivors saved without all that its rank alone had, where copies of every step have that."""
+    copies = [c for c in catalog.copies if c.incarnation == span.incarnation and c.chunks()]
+    has_residuals = any(copy.residual.exists() for copy in copies)
+
+    def is_left(source: _Source) -> bool:
+        return not (copies and source.is_saved and (source.doubt or has_residuals))
+
+    return [list(filter(is_left, found)) for found in sources]
+
+
+def _way_from(
+    catalog: Catalog, span: Span, step: int | None, sources: Sequence[Sequence[_Source]]
+) -> MemoryPlan | None:
+    """The way to ``step``, or to the newest one, from sources of every rank; None if none leads."""
+    # A share is replayed by its rank's own records where these have whole gradients.
+    is_exact = catalog.incarnations[span.incarnation].logs_steps
+    for common in sorted({s.reach for found in sources for s in found}, reverse=True):
+        if not span.holds(common) or (step is not None and common > step):
+            continue
+        chosen = [
+            _nearest(
+                catalog.of(span.incarnation, rank),
+                [s for s in found if s.step == common or not is_exact],
+                common,
+            )
+            for rank, found in enumerate(sources)
+        ]
+        steps = steps_after(catalog, common, step)
+        reached = steps[-1].step if steps else common
+        complete = tuple(source for source in chosen if source is not None)
+        if len(complete) == len(chosen) and step in (None, reached):
+            return MemoryPlan(reached, span.incarnation, common, complete, steps)
     return None
 
 
@@ -305,7 +340,7 @@ def _from_other_nodes(
                 f"{stage.guest(rank)} holds fails its checksum"
             )
         for source in whole:
-            found[step] = replace(source, items=items, doubt=doubt)
+            found[step] = replace(source, items=items, doubt=doubt, is_saved=True)
     return list(found.values())
 
 

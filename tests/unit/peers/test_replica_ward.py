@@ -97,10 +97,11 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
     if rank == 0:
         copies: Any = training.checkpointer._session._staging._copies
         (ward,) = copies._wards
-        pid, status = ward._replica.pid, ward._replica.read_status()
-        os.kill(pid, signal.SIGSTOP)
-        ward._folder.replica_state(status.generation).write_bytes(b"")
-        os.kill(pid, signal.SIGKILL)
+        wait_until(training.checkpointer, partial(_has_state, ward))
+        os.kill(ward._replica.pid, signal.SIGSTOP)
+        generation = ward._replica.read_status().generation
+        ward._folder.replica_state(generation).write_bytes(b"")
+        os.kill(ward._replica.pid, signal.SIGKILL)
         wait_until(training.checkpointer, partial(_is_noticed, ward))
     training.train(3, 4, 5)
     wait_until(training.checkpointer, partial(_is_held, 6))
@@ -113,6 +114,10 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
 
 def _is_held(step: int, stats: dict[str, Any]) -> bool:
     return bool(stats["held_step"] >= step)
+
+
+def _has_state(ward: ReplicaWard, _: dict[str, Any]) -> bool:
+    return ward._replica.read_status().generation >= 0
 
 
 def _is_noticed(ward: ReplicaWard, _: dict[str, Any]) -> bool:

@@ -1,0 +1,84 @@
+"""A node is lost while a rank on another node lives, which saves a newer step than the copies have: bits count first."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors import TopK
+from lowdiff.testing import kill, wait_until
+from tests.crash.pool import Pool
+from tests.crash.trainings import batch
+from tests.unit.peers.test_copies import Said, Training
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "residual": {"compressor": TopK(0.1), "residual": "replicated"},
+    "replica": {"compressor": None, "strategy": "replica", "reproducible": True},
+}
+
+
+def _is_held(step: int, stats: dict[str, Any]) -> bool:
+    return bool(stats["held_step"] >= step)
+
+
+def _step(training: Training, step: int) -> None:
+    """All of a body but its commit; each rank draws from a generator of its own."""
+    training.optimizer.zero_grad()
+    found = training.ddp(batch(step, training.rank, 6, 12))
+    (found * torch.rand_like(found)).square().mean().backward()
+    training.optimizer.step()
+
+
+def lived(rank: int, world_size: int, folder: str, kind: str, until: int, *, saves: bool) -> Any:
+    """A life until a step; then, perhaps, rank 1 is lost in the next body, and rank 0 saves that."""
+    said = Said()
+    logging.getLogger("lowdiff").addHandler(said)
+    training = Training(rank, folder, snapshot_every=100, **SETTINGS[kind])
+    checkpointer = training.checkpointer
+    began = checkpointer._session.step
+    if not began:
+        torch.manual_seed(100 + rank)
+    for step in range(began, until):
+        _step(training, step)
+        checkpointer.commit()
+        wait_until(checkpointer, partial(_is_held, step + 1))
+    state = [p.detach().clone() for p in training.ddp.parameters()]
+    dist.barrier()  # the other one has what this one sent
+    if saves:
+        _step(training, until)
+        dist.barrier()
+        if rank == 0:  # rank 1 does not come to its commit
+            checkpointer.commit()
+            assert checkpointer._failures is not None
+            assert checkpointer._failures.save("rank 1 is lost")
+        dist.barrier()
+    kill(checkpointer)
+    logging.getLogger("lowdiff").removeHandler(said)
+    return began, state, said.texts
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_training_goes_on_from_the_copies_as_if_nothing_had_failed(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    folder = str(tmp_path / "run")
+    pool.run(partial(lived, saves=True), 2, folder, kind, 4)
+    shutil.rmtree(tmp_path / "run/staging-1")
+    again = pool.run(partial(lived, saves=False), 2, folder, kind, 8)
+    whole = pool.run(partial(lived, saves=False), 2, str(tmp_path / "whole"), kind, 8)
+    for (began, state, said), (_, expected, _) in zip(again, whole, strict=True):
+        assert began == 4
+        assert all(map(torch.equal, state, expected))
+        assert not [text for text in said if "LD31" in text or "LD803" in text]
+    assert any(
+        "step 5, which survivors saved, is passed over" in text
+        for *_, said in again
+        for text in said
+    )
