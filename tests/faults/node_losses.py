@@ -88,6 +88,7 @@ class LossCampaign:
     _states: list[dict[int, str]] = field(default_factory=list)
     _own: list[dict[int, str]] = field(default_factory=list)
     _is_seeded_anew: bool = False
+    _said: str = ""
     _learns: bool = True
 
     def carry_out(self) -> None:
@@ -259,7 +260,6 @@ class LossCampaign:
             raise Trouble(f"the ranks resumed at different steps: {sorted(steps)}")
         (step,) = steps
         if "seeded anew" in said:
-            self._is_seeded_anew = True
             self.outcome.found["generators seeded anew, and said"] += 1
         least = self.floor
         if kind in _MAY_LOSE:
@@ -364,6 +364,7 @@ class LossCampaign:
                 process.wait()
                 self.outcome.found["a rank had to be ended"] += 1
         codes = [process.code for process in self._ranks]
+        self._listen()  # of a life that nobody saw resume
         self._check(self._news())
         self._ranks = []
         if node_lives and any(codes):
@@ -428,13 +429,18 @@ class LossCampaign:
 
     def _output(self) -> str:
         """All that ranks have printed since this was asked."""
-        found = []
+        self._listen()
+        said, self._said = self._said, ""
+        return said
+
+    def _listen(self) -> None:
+        """Read what ranks have printed; a rank tells of generators before it reports steps that used them."""
         for rank in range(self.size):
             path = self.folder / f"output.{rank}"
             text = path.read_text() if path.exists() else ""
-            found.append(text[self._printed[rank] :])
+            self._said += text[self._printed[rank] :]
             self._printed[rank] = len(text)
-        return "".join(found)
+        self._is_seeded_anew |= "seeded anew" in self._said
 
 
 def _kept_for(node: Node, rank: int) -> list[Path]:

@@ -55,6 +55,7 @@ def lived(
     for step in range(began, until):
         training.train(step)
         wait_until(training.checkpointer, partial(is_held, step + 1))
+        dist.barrier()  # no residual is sent while one rank is in the next exchange
         found[step + 1] = owed(training)
     state = [p.detach().clone() for p in training.ddp.parameters()]
     dist.barrier()  # the other one has what this one sent

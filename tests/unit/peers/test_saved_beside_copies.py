@@ -49,8 +49,8 @@ def lived(rank: int, world_size: int, folder: str, kind: str, until: int, *, sav
         _step(training, step)
         checkpointer.commit()
         wait_until(checkpointer, partial(_is_held, step + 1))
+        dist.barrier()  # no residual is sent while one rank is in the next exchange
     state = [p.detach().clone() for p in training.ddp.parameters()]
-    dist.barrier()  # the other one has what this one sent
     if saves:
         _step(training, until)
         dist.barrier()
