@@ -111,8 +111,9 @@ def test_a_snapshot_becomes_durable_beside_the_differentials(tmp_path: Path) -> 
     with writing(settings) as writer:
         append(log, 1)
         stage_snapshot(log, 1, 10_000)
+        wait_until(writer, lambda s: s.durable_snapshot == 1)
         append(log, 2)
-        status = wait_until(writer, lambda s: s.durable_snapshot == 1 and s.durable_step == 2)
+        status = wait_until(writer, lambda s: s.durable_step == 2)
     (snapshot,) = complete_snapshots(settings.folder, RUN_ID)
     tensors = load_file(shard_file(snapshot.folder, 0))
     np.testing.assert_array_equal(tensors["model/w"], noise(1, 10_000))
