@@ -290,8 +290,9 @@ class Search:
         self._damaged += sorted(step for _, step in damaged)
         self._unreadable = next((s.unreadable for s in setbacks if s.unreadable), self._unreadable)
         left = (s for s in self.catalog.snapshots if (s.incarnation, s.step) not in damaged)
-        staging = () if any(s.memory for s in setbacks) else self.catalog.staging
-        self.catalog = replace(self.catalog, snapshots=tuple(left), staging=staging)
+        self.catalog = replace(self.catalog, snapshots=tuple(left))
+        if any(s.memory for s in setbacks):
+            self.catalog = replace(self.catalog, staging=(), copies=())
         self.goal = min((s.last for s in setbacks if s.last is not None), default=self.goal)
 
 

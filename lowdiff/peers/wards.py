@@ -381,7 +381,8 @@ class ReplicaWard(Ward):
         self.held_step = -1
 
     def _is_image_in_use(self) -> bool:
-        return self._replica.read_status().image_step < self.copied_step
+        # Another replica may have to be started before it is taken; none is before the first step.
+        return self.copied_step >= 0 and self._replica.status().image_step < self.copied_step
 
     def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
         """See `Ward`: waits for the replica to make room; without a state it has no use for steps."""

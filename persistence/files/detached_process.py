@@ -290,7 +290,8 @@ class ProcessHandle(ABC):
 
     def __init__(self, name: str, log: Path, rank: int) -> None:
         self._name, self._log, self._rank = name, log, rank
-        self._pipe = threading.Lock()  # held to start, tell or end the process
+        # Held to start, tell or end the process; a signal handler of the thread that holds it may close all.
+        self._pipe = threading.RLock()
         self.restarts = 0
         self.has_begun = self.is_stopped = False
 

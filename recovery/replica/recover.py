@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 
+from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
@@ -50,8 +51,8 @@ _TRAINER = re.compile(r"process \d+")
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
 _PATIENCE_SECONDS = 30.0
-#: Copies trail by fewer steps, unless one was given up.
-_MOST_STEPS_BEHIND = 8
+#: Ranks that live have their residuals, and states without a log, of no earlier step: copies trail by fewer steps, too.
+_MOST_STEPS_BEHIND = NUM_SLOTS - 1
 _HOST = torch.device("cpu")
 
 
@@ -163,8 +164,8 @@ def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> Mem
             return newest
         if copied.step < newest.step:
             passed_over[newest.step] = (
-                f"step {newest.step}, which survivors saved, is passed over: the copies of step {copied.step} have all "
-                "that the lost ranks had, so training goes on from there as if nothing had failed"
+                f"step {newest.step}, which survivors saved, is passed over: of what lost ranks alone had, the copies "
+                f"of step {copied.step} have more"
             )
         return copied
     return None
@@ -173,14 +174,19 @@ def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> Mem
 def _without_doubt(
     catalog: Catalog, span: Span, sources: Sequence[Sequence[_Source]]
 ) -> list[list[_Source]]:
-    """Leave out what survivors saved without all that its rank alone had, where copies of every step have that."""
-    copies = [c for c in catalog.copies if c.incarnation == span.incarnation and c.chunks()]
-    has_residuals = any(copy.residual.exists() for copy in copies)
+    """Leave out what survivors saved without all that its rank alone had, where each such rank has a copy of every step."""
+    copies = {c.rank: c for c in catalog.copies if c.incarnation == span.incarnation and c.chunks()}
+    has_residuals = any(copy.residual.exists() for copy in copies.values())
 
     def is_left(source: _Source) -> bool:
-        return not (copies and source.is_saved and (source.doubt or has_residuals))
+        return not (source.is_saved and (source.doubt or has_residuals))
 
-    return [list(filter(is_left, found)) for found in sources]
+    left = [list(filter(is_left, found)) for found in sources]
+    lacks_copy = (
+        len(some) < len(found) and rank not in copies
+        for rank, (some, found) in enumerate(zip(left, sources, strict=True))
+    )
+    return list(map(list, sources)) if any(lacks_copy) else left
 
 
 def _way_from(
@@ -292,9 +298,10 @@ def _sources(
         if copy.rank == rank and _is_at_rest(copy):
             found += _copied(copy)
             found += [] if is_log(copy) else _sources_of(copy, has_copies=True)
-    steps = [step for copy in copies for step in _steps_of(copy)]
-    if steps:
-        found += _on_disk(catalog, incarnation, rank, min(steps), {s.step for s in found})
+    steps = {mark.step for copy in copies for _, mark in _marks(copy)}
+    if not found:  # as after a clean end; replicas' copies are of that step, or almost
+        steps |= _disk_steps(catalog, incarnation, copies)
+    found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
     # What the rank's own node saved holds all of its items.
     own_steps = [source.step for source in found]
     with suppress(FileNotFoundError):
@@ -361,22 +368,30 @@ def _copied(copy: StagingFolder) -> list[_Source]:
     return found
 
 
-def _steps_of(copy: StagingFolder) -> list[int]:
-    """Steps of what a copy says that it holds: of its images, and of its replica's state."""
-    last = read_status(copy.trainer_status, TrainerStatus).image
-    marks = [mark for _, mark in _marks(copy)] + ([] if last is None else [last])
+def _disk_steps(catalog: Catalog, incarnation: int, copies: Sequence[StagingFolder]) -> set[int]:
+    """Steps of an incarnation's snapshots here, complete or not, from the newest state of a replica's copy on."""
+    newest = [_newest_step(copy) for copy in copies if copy.replica_status.exists()]
+    found = {
+        step for number, step, _ in RunFolder(catalog.root).snapshots() if number == incarnation
+    }
+    return {step for step in found if newest and step >= min(newest)}
+
+
+def _newest_step(copy: StagingFolder) -> int:
+    """Step of the state or the image that a replica's copy has."""
+    image = read_status(copy.trainer_status, TrainerStatus).image
     replica = read_status(copy.replica_status, ReplicaStatus)
-    return [mark.step for mark in marks] + ([replica.step] if replica.step >= 0 else [])
+    return max(replica.step, -1 if image is None else image.step)
 
 
 def _on_disk(
-    catalog: Catalog, incarnation: int, rank: int, first: int, known: Collection[int]
+    catalog: Catalog, incarnation: int, rank: int, steps: Collection[int]
 ) -> list[_Source]:
-    """A rank's share of snapshots from a step on, whether or not those of all ranks are there."""
-    found = []
-    for number, step, snapshot in RunFolder(catalog.root).snapshots():
-        is_wanted = number == incarnation and step >= first and step not in known
-        if is_wanted and manifest_file(snapshot, rank).is_file():
+    """A rank's share of snapshots at some steps, whether or not those of all ranks are there."""
+    found, folder = [], RunFolder(catalog.root)
+    for step in steps:
+        snapshot = folder.snapshot(incarnation, step)
+        if manifest_file(snapshot, rank).is_file():
             with suppress(DamagedFile, FileNotFoundError):  # said where the snapshot is listed
                 path = check_shard(snapshot, Manifest.read(manifest_file(snapshot, rank)))
                 found.append(_Source(None, step, step, image=path))

@@ -17,10 +17,12 @@ from lowdiff.model.tracked import Live
 from lowdiff.peers import wards
 from lowdiff.peers.line import Receiver
 from lowdiff.peers.note import Note
-from lowdiff.peers.wards import ReplicaWard, Ward
+from lowdiff.peers.wards import _MOST_WAITING, ReplicaWard, Ward
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.status import ReplicaStatus
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
 from lowdiff.testing import wait_until
@@ -84,6 +86,40 @@ def test_an_image_that_is_written_over_is_not_published_meanwhile(
     assert ward.copied_step == -1
     tell(2)
     assert ward.copied_step == 2
+    ward.close(removes=True)
+
+
+def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_is_kept(
+    tmp_path: Path,
+) -> None:
+    folder = StagingFolder.copy_of(tmp_path / "staging", "0" * 32, 0, 1, 0)
+    area = StagingArea(folder, RunFolder(tmp_path / "run"), "0" * 32)
+    looked_after: list[bool] = []
+
+    class Dead:
+        def read_status(self) -> ReplicaStatus:
+            return ReplicaStatus()
+
+        def status(self) -> ReplicaStatus:
+            looked_after.append(True)
+            return ReplicaStatus()
+
+        def stop(self) -> None:
+            """End nothing."""
+
+    ward = ReplicaWard(
+        area,
+        cast("Live", SimpleNamespace(rank=0)),
+        cast("StagingLog", None),
+        cast("ReplicaProcess", Dead()),
+    )
+    ward._show_image(ImageMark(0, 0, 0))
+    for step in range(1, _MOST_WAITING + 2):
+        ward.hold(step, ())  # the rank tells nothing, so no more is kept
+    sealed: Any = SimpleNamespace(differential=SimpleNamespace(step=0))
+    ward._told_step = 0
+    ward.stage_image(cast("Sealed", sealed))
+    assert looked_after
     ward.close(removes=True)
 
 

@@ -13,6 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors import TopK
+from lowdiff.errors import DamagedFile, LowDiffError
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import scan
+from lowdiff.recovery.plan import RecoveryPlan
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.replica.recover import MemoryPlan
+from lowdiff.recovery.search import Search
+from lowdiff.recovery.state import RecoveredState
 from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch
@@ -36,11 +44,20 @@ def _step(training: Training, step: int) -> None:
     training.optimizer.step()
 
 
-def lived(rank: int, world_size: int, folder: str, kind: str, until: int, *, saves: bool) -> Any:
-    """A life until a step; then, perhaps, rank 1 is lost in the next body, and rank 0 saves that."""
+def lived(
+    rank: int,
+    world_size: int,
+    folder: str,
+    kind: str,
+    until: int,
+    *,
+    saves: bool,
+    snapshot_every: int = 100,
+) -> Any:
+    """A life until a step; then, perhaps, all others are lost in the next body, and rank 0 saves that."""
     said = Said()
     logging.getLogger("lowdiff").addHandler(said)
-    training = Training(rank, folder, snapshot_every=100, **SETTINGS[kind])
+    training = Training(rank, folder, snapshot_every=snapshot_every, **SETTINGS[kind])
     checkpointer = training.checkpointer
     began = checkpointer._session.step
     if not began:
@@ -54,10 +71,10 @@ def lived(rank: int, world_size: int, folder: str, kind: str, until: int, *, sav
     if saves:
         _step(training, until)
         dist.barrier()
-        if rank == 0:  # rank 1 does not come to its commit
+        if rank == 0:  # the others do not come to their commit
             checkpointer.commit()
             assert checkpointer._failures is not None
-            assert checkpointer._failures.save("rank 1 is lost")
+            assert checkpointer._failures.save("the others are lost")
         dist.barrier()
     kill(checkpointer)
     logging.getLogger("lowdiff").removeHandler(said)
@@ -82,3 +99,34 @@ def test_training_goes_on_from_the_copies_as_if_nothing_had_failed(
         for *_, said in again
         for text in said
     )
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_was_saved_counts_where_a_lost_rank_has_no_copy(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    """Nodes 1 and 2 are lost, and node 2 had the copy of rank 1."""
+    folder = str(tmp_path)
+    pool.run(partial(lived, saves=True), 3, folder, kind, 4)
+    shutil.rmtree(tmp_path / "staging-1")
+    shutil.rmtree(tmp_path / "staging-2")
+    assert [began for began, *_ in pool.run(partial(lived, saves=False), 3, folder, kind, 5)] == [
+        5
+    ] * 3
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_memory_that_cannot_be_used_is_tried_once(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """What an attempt finds damaged is left out in the next one, with the copies."""
+    pool.run(partial(lived, saves=False, snapshot_every=2), 2, str(tmp_path), kind, 6)
+    shutil.rmtree(tmp_path / "staging-1")
+    tried: list[MemoryPlan | RecoveryPlan] = []
+
+    def act(_: Any, plan: MemoryPlan | RecoveryPlan, *__: Any) -> RecoveredState:
+        tried.append(plan)
+        raise DamagedFile(tmp_path, "damage that only an attempt finds")
+
+    catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging-0"])
+    with pytest.raises(LowDiffError):
+        Search(catalog, None, goes_back=True, act=act).run(ReplayOptions())
+    assert [isinstance(plan, MemoryPlan) for plan in tried] == [True] + [False] * (len(tried) - 1)
