@@ -46,12 +46,12 @@ class ReplicaImages(Images):
         self.is_needed |= asks
         return self.is_needed
 
-    def is_in_use(self, durable_snapshot: int) -> bool:
+    def is_in_use(self, settled_snapshot: int) -> bool:
         """Whether the newest image is still to be read, by the writer or by the replica."""
         if self.step < 0:
             return False  # there is none, and a replica that nobody needs yet is not started
         is_taken = self._replica.status().image_step >= self.step or self._replica.is_stopped
-        return not is_taken or durable_snapshot < self.step
+        return not is_taken or settled_snapshot < self.step
 
     def stage(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -64,9 +64,9 @@ class ReplicaImages(Images):
             self.is_needed = False
         return is_staged
 
-    def free(self, durable_snapshot: int) -> None:
+    def free(self, settled_snapshot: int) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""
-        if self._holds_memory and not self.is_in_use(durable_snapshot):
+        if self._holds_memory and not self.is_in_use(settled_snapshot):
             self._storage.folder.snapshot.unlink(missing_ok=True)
             self._holds_memory = False
 
@@ -116,7 +116,7 @@ class ReplicaQueue:
     @property
     def is_gone(self) -> bool:
         """See `StepQueue`: also where the replica's page went, or the file that holds its state."""
-        if self._log.is_gone or self.storage.has_lost_image:
+        if self._log.is_gone:
             return True
         if not self._log.folder.replica_status.exists():
             return True
@@ -133,10 +133,11 @@ class ReplicaQueue:
 
     @property
     def owes_snapshot(self) -> bool:
-        """See `StepQueue`: also where the replica asks for an image."""
-        images = self.images
+        """See `StepQueue`: also where the replica asks for an image, or one was lost before it was durable."""
+        images, writer = self.images, self.storage.writer.read_status()
         asks = self._replica.read_status().asks_for_image(images.step)
-        return images.is_owed or images.is_needed or asks
+        is_lost = writer.lost_image > writer.durable_snapshot and writer.lost_image >= images.step
+        return images.is_owed or images.is_needed or asks or is_lost
 
     def status(self) -> WriterStatus:
         """See `StepQueue`: without the replica's images nothing becomes durable, either."""
@@ -145,6 +146,7 @@ class ReplicaQueue:
         is_asking = replica.forgot or replica.asks_for_image(self.images.step)
         trouble = "" if is_asking else replica.error
         status = storage.writer.status().with_errors(trouble, self._replica.error)
+        storage.errors.report_lost_image(status.lost_image)
         if not (status.error and self.is_gone):  # the next commit names the cause and cures it
             storage.errors.report(status, 2 * storage.settings.snapshot_every)
         return status
@@ -180,7 +182,7 @@ class ReplicaQueue:
         step, scalars, sections = record.step, encode_scalars(record), sections_of(record)
         is_step = kind is RecordKind.DIFFERENTIAL
         if is_step:
-            self.images.free(self.status().durable_snapshot)
+            self.images.free(self.status().settled_snapshot)
             self._bound_risk(step - 2 * self.storage.settings.snapshot_every)
             if (self.images.notice() or self._given_up == step) and not rebases:
                 self._drop(step)
@@ -230,12 +232,12 @@ class ReplicaQueue:
             storage.wait_until(
                 self,
                 lambda status: (
-                    not images.is_in_use(status.durable_snapshot)
+                    not images.is_in_use(status.settled_snapshot)
                     or (storage.tells_first and not required and bool(status.error))
                 ),
                 "the last full snapshot",
             )
-        if images.is_in_use(self.status().durable_snapshot):
+        if images.is_in_use(self.status().settled_snapshot):
             images.is_owed = True
         elif images.stage(step, tensors, required=required):
             self._is_dropping = False
@@ -251,7 +253,7 @@ class ReplicaQueue:
             return False
         # Where training waits for storage, it waits here as well.
         return not self.storage.degrades or (
-            not self.images.is_in_use(status.durable_snapshot)
+            not self.images.is_in_use(status.settled_snapshot)
             and self._replica.status().consumed_step >= in_time
         )
 

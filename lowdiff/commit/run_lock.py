@@ -16,6 +16,9 @@ from lowdiff.persistence.run.owner import claim
 from lowdiff.settings import Settings
 from lowdiff.types import Reached
 
+#: How long another's look at the lock of a staging folder may take.
+_LOOK_SECONDS = 1.0
+
 
 class RunLock:
     """A flock per rank, and on rank 0 the lease that other machines see, with how far the run has come.
@@ -127,9 +130,12 @@ class StagingArea:
             make_folder(root.parents[1], folder.run_id, root.name)
         except FileExistsError as error:  # a copy of the run folder attaches at this very moment
             raise RunInUse(root, "a trainer of a copy of the run folder", 0.0) from error
-        self._lock.acquire(f"process {os.getpid()}")
+        # Whoever looks at the lock holds it for an instant.
+        if not self._lock.acquire(f"process {os.getpid()}", timeout_seconds=_LOOK_SECONDS):
+            raise RunInUse(root, self._lock.holder(), _LOOK_SECONDS)
         try:
             claim(folder, self._run, self._life)
         except BaseException:
             self._lock.release()
+            folder.remove()
             raise

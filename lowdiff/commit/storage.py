@@ -52,7 +52,7 @@ class StorageErrors:
         self._degrades = settings.backpressure == "degrade"
         self._of_disk = self._of_replica = ""
         self._told_of: tuple[int, ...] = ()
-        self._lost_step = -1
+        self._lost_step = self._lost_image = -1
         #: Of the store, as its writer reported it last; empty if all is well.
         self.of_store = ""
         #: Why no full snapshot was taken; empty if none is owed for want of memory.
@@ -119,6 +119,16 @@ class StorageErrors:
     def skip_lost(self, step: int) -> None:
         """Say nothing of lost steps up to here: the caller has named them."""
         self._lost_step = max(self._lost_step, step)
+
+    def report_lost_image(self, step: int) -> None:
+        """Say once that a snapshot of a step was lost before it was durable."""
+        if step > self._lost_image:
+            self._lost_image = step
+            Code.STEP_LOST.warn(
+                f"the full snapshot of step {step} was removed or damaged in staging memory before it was "
+                "durable; another one follows",
+                rank=self._rank,
+            )
 
     def hear(self, ranks: Sequence[int]) -> None:
         """Say, or raise, that durable writing fails on some ranks; on all ranks at the same commit.
@@ -300,9 +310,13 @@ class Storage:
         """Wait until the snapshot of a step is durable."""
         self.wait_until(
             queue,
-            lambda status: status.durable_snapshot >= step,
+            lambda status: status.settled_snapshot >= step,
             f"the snapshot of step {step} to be durable",
         )
+        if self.writer.read_status().durable_snapshot < step:
+            raise StorageError(
+                f"the snapshot of step {step} in {self.folder.root} was removed or damaged before it was durable"
+            )
 
     def wait_for_adoption(self, queue: Waiting) -> None:
         """Wait until the steps that an earlier incarnation had only staged are durable."""

@@ -197,7 +197,7 @@ class ResumableLoader(_Epochs):
 
         Raises:
             UsageError: From the iterator, if a body of ``steps()`` fetches the next step's batch, or
-                if a step is made between the batches of an evaluation.
+                if gradients are on between the batches of an evaluation, and a step is made.
         """
         return self._rest_of_epoch() if torch.is_grad_enabled() else self._evaluation()
 
@@ -215,7 +215,8 @@ class ResumableLoader(_Epochs):
         begun = self._body()
         for batch in self._load(self._batches()):
             yield batch
-            if self._body() != begun:
+            # With gradients off whoever asks goes on evaluating, with an iteration that lasts over steps.
+            if self._body() != begun and torch.is_grad_enabled():
                 raise UsageError(
                     "an iteration over checkpointer.dataloader(...) that began while gradients were "
                     "off is an evaluation, whose batches do not count, but a step was made between "

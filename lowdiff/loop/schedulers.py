@@ -56,7 +56,7 @@ def _schedulers_in(objects: Iterable[object]) -> Iterator[LRScheduler]:
             if id(thing) in seen:
                 continue
             seen.add(id(thing))
-            if issubclass(type(thing), LRScheduler):
+            if issubclass(type(thing), LRScheduler) and hasattr(thing, "optimizer"):
                 yield thing  # type: ignore[misc]
             else:
                 below += _parts(thing)
@@ -68,11 +68,14 @@ def _parts(thing: Any) -> Iterable[object]:
         if len(thing) > _MOST_PARTS:
             return ()
         return thing.values() if isinstance(thing, dict) else thing
-    return getattr(thing, "__dict__", {}).values()
+    slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
+    found = [getattr(thing, name, None) for name in slots if isinstance(name, str)]
+    return [*getattr(thing, "__dict__", {}).values(), *found]
 
 
 def _kinds_of_living(optimizer: torch.optim.Optimizer) -> list[type[LRScheduler]]:
     """Return the classes of an optimizer's schedulers that somebody holds; takes a tenth of a second."""
+    gc.collect()  # else one in a cycle that nobody holds would be named
     schedulers: list[Any] = [
         thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)
     ]

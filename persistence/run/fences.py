@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -371,6 +372,12 @@ def _check_layout(layout: Layout, world_size: int) -> None:
             raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
         _check_part(spec, world_size)
         end = spec.stop
+    stored: Counter[str] = Counter()
+    for spec in layout.parameters:
+        stored[spec.tensor] += spec.numel
+    for spec in layout.parameters:
+        if stored[spec.tensor] != math.prod(spec.whole_shape):
+            raise ValueError(f"the parts of {spec.tensor!r} are not all of {spec.whole_shape}")
 
 
 def _check_part(spec: ParameterSpec, world_size: int) -> None:
@@ -378,7 +385,9 @@ def _check_part(spec: ParameterSpec, world_size: int) -> None:
     if not (len(spec.shape) == len(spec.global_offset) == len(spec.whole_shape)):
         raise ValueError(f"parameter {spec.name!r} is of another rank than {spec.tensor!r}")
     ends = zip(spec.global_offset, spec.shape, spec.whole_shape, strict=True)
-    if not all(_is_size(start) and start + size <= whole for start, size, whole in ends):
+    if not all(
+        _is_size(start) and _is_size(whole) and start + size <= whole for start, size, whole in ends
+    ):
         raise ValueError(f"parameter {spec.name!r} reaches beyond {spec.tensor!r}")
     if not all(type(rank) is int and 0 <= rank < world_size for rank in spec.ranks):
         raise ValueError(f"parameter {spec.name!r} is of ranks {spec.ranks}")

@@ -69,6 +69,11 @@ class WriterStatus:
         is_broken = self.durable_snapshot < self.lost_step
         return min(self.durable_step, self.first_lost_step - 1) if is_broken else self.durable_step
 
+    @property
+    def settled_snapshot(self) -> int:
+        """Return the step up to which no snapshot is waited for: it is durable, or was lost in staging."""
+        return max(self.durable_snapshot, self.lost_image)
+
     def lost_before(self, first: int) -> dict[str, int]:
         """Return changes once differentials from ``first`` on are durable and earlier ones are lost.
 

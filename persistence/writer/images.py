@@ -127,7 +127,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     partial = target.with_name(target.name + ".partial")
     try:
         parts = await _copy_image(image, partial)
-    except OSError:
+    except (OSError, DamagedImage):
         partial.unlink(missing_ok=True)  # leaves the rest of the disk to differentials
         raise
     manifest = Manifest(

@@ -2,9 +2,9 @@
 
 The trainer starts this process with ``python -m lowdiff.persistence.writer.main SETTINGS``, in a
 session of its own, so that a launcher's kill does not reach it. The process imports neither torch
-nor the user's script. When its trainer is gone, it drains the staging log and exits. With strategy
-survivors it first waits for what the ranks that live save for its dead trainer. A later incarnation's
-writer adopts the staging of a dead writer.
+nor the user's script. When its trainer is gone, it drains the staging log and exits. Where survivors save
+(strategy survivors, or several nodes), it first waits for what ranks that live save for its dead trainer. A
+later incarnation's writer adopts the staging of a dead writer.
 
 Encoding and writing overlap: one task turns records into encoded batches, another writes them.
 """
@@ -125,8 +125,6 @@ class Writer:
             None if settings.store is None else Uploader(settings, self._status, self._recorder)
         )
         self._complaints = Complaints(self._status, "error")
-        #: Step of an image that is not what its mark says, and what its checksum was at the last look.
-        self._doubted: tuple[int, int | None] = -1, None
         self._has_begun = False
         self._orders = Orders(settings)
 
@@ -390,21 +388,28 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 Code.RETENTION_FAILED.warn(f"old files stay: {error}", rank=settings.rank)
 
+    async def _is_persisted(self, image: StagedImage, found: list[int | None]) -> bool:
+        """Make an image durable; where it is not what its mark says, add what its checksum is to ``found``."""
+        try:
+            await persist_image(self._settings, image)
+        except DamagedImage as damage:
+            found.append(damage.checksum)
+            return False
+        return True
+
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        try:
-            await persist_image(settings, image)
-        except DamagedImage as damage:
+        found: list[int | None] = []
+        while not await self._is_persisted(image, found):
             if image.is_withdrawn(settings.staging):
                 return  # a survivor saved a later state in its place, or its training went on
-            found = image.step, damage.checksum
-            if self._doubted != found:
-                self._doubted = found
-                raise  # one may be saving it now
-            Code.WRITE_FAILED.warn(f"{damage}: it is given up", rank=settings.rank)
-            self._status.update(lost_image=image.step)
-            return
+            if found[-1:] == found[-2:-1]:
+                text = f"the staged snapshot of step {image.step} was removed or damaged: it is given up"
+                Code.WRITE_FAILED.warn(text, rank=settings.rank)
+                self._status.update(lost_image=image.step)
+                return
+            await asyncio.sleep(_RETRY_SECONDS)  # a survivor may be saving it now
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.set_facts(snapshot_bytes=image.bytes)
         self._recorder.publish()

@@ -349,7 +349,7 @@ class Replica:
 
     def _is_writing(self) -> bool:
         """Whether the last image is still to be made durable."""
-        return self._writer.read().durable_snapshot < self._image_step
+        return self._writer.read().settled_snapshot < self._image_step
 
     def _forget_image(self) -> None:
         """Give an image's memory back once it is durable."""

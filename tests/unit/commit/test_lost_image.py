@@ -47,14 +47,18 @@ def with_stopped_writer(folder: Path, **settings: Any) -> tuple[Loop, StagingFol
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, flip])
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
 @pytest.mark.parametrize("strategy", _STRATEGIES)
 def test_training_goes_on_with_another_one(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     strategy: str,
+    on_error: str,
     damage: Callable[[Path], None],
 ) -> None:
-    loop, folder = with_stopped_writer(tmp_path, **_STRATEGIES[strategy])
+    settings = {**_STRATEGIES[strategy], "on_error": on_error}
+    loop, folder = with_stopped_writer(tmp_path, **settings)
+    replica_pid = loop.checkpointer.stats().get("replica_pid")
     if strategy == "replica":
         wait_until(lambda: read_status(folder.replica_status, ReplicaStatus).image is not None)
         damage(folder.replica_image)
@@ -69,6 +73,8 @@ def test_training_goes_on_with_another_one(
         number += 1
         time.sleep(0.02)
     assert caplog.text.count("removed or damaged") == 1
+    # The replica has the state itself, and goes on.
+    assert loop.checkpointer.stats().get("replica_pid") == replica_pid
     loop.die()
     resumed = Loop(tmp_path, settings=_STRATEGIES[strategy])
     begun = resumed.attach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -435,6 +436,21 @@ def test_an_iteration_without_gradients_leaves_the_position_as_it_is() -> None:
             assert [looked.tolist() for looked, _ in loader] == undisturbed
     assert seen == undisturbed
     assert (loader.epoch, loader.consumed) == (1, 0)
+
+
+def test_an_evaluation_may_last_over_steps(tmp_path: Path) -> None:
+    """One batch of a validation set after every step."""
+    loop = Loop(tmp_path)
+    loader = loop.checkpointer.dataloader(Noisy(), batch_size=4)
+    loop.attach()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step in range(2 * len(loader)):
+        loop.step(step)
+        with torch.no_grad():
+            next(batches)
+        loop.checkpointer.commit()
+    assert loader.epoch == 0
+    loop.checkpointer.close()
 
 
 def test_a_training_with_batches_that_do_not_count_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,34 @@ class Trainer(Wrapped):
         self.schedulers["all"][0].load_state_dict(state["rates"])
 
 
+class Slotted:
+    """As a dataclass with slots holds one."""
+
+    __slots__ = ("scheduler",)
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+class WarmUp(LRScheduler):
+    """A scheduler by name that has no optimizer of its own."""
+
+    def __init__(self, inner: LRScheduler) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
 def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
     """A scheduler with others inside."""
     parts: list[LRScheduler] = [LambdaLR(optimizer, lambda _: 0.1), StepLR(optimizer, 3)]
@@ -47,7 +75,7 @@ def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 @pytest.mark.parametrize("make", [lambda optimizer: StepLR(optimizer, 3), sequential])
-@pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped, Trainer])
+@pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped, Trainer, Slotted, WarmUp])
 def test_an_attached_scheduler_is_held_whatever_its_name_and_wrapper(
     tmp_path: Path,
     make: Callable[[Any], LRScheduler],

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,25 @@ def test_a_document_that_is_no_fence_is_damage(folder: RunFolder) -> None:
             read_fence(path)
     with pytest.raises(DamagedFile, match="not a fence"):
         begun_fences(folder, RUN_ID)
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "why"),
+    [
+        ("whole_shape", 1e308, "reaches beyond"),
+        ("global_offset", 0.0, "reaches beyond"),
+        ("whole_shape", 2**31, "are not all of"),
+    ],
+)
+def test_parameters_whose_parts_are_not_the_whole_are_damage(
+    folder: RunFolder, key: str, number: Any, why: str
+) -> None:
+    write_fence(folder, fence(0))
+    document = read_json(folder.fence(0, 0))
+    document["layout"]["parameters"][0][key][0] = number
+    write_json(folder.fence(0, 0), document)
+    with pytest.raises(DamagedFile, match=why):
+        read_fence(folder.fence(0, 0))
 
 
 # Records
