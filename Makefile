@@ -56,9 +56,9 @@ wheel: .venv/installed-dev
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
-# Eight to thirteen minutes on two cores, by their speed. Both go on where they stopped.
+# Eight to eleven minutes on two cores, by their speed. Both go on where they stopped.
 bench: .venv/installed-plot
-	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2 --history 10,100
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --rounds 4 --kills 2 --history 10
 
 # Hours: every system, each in an environment of its own under .venv-peers.
 bench-peers: .venv/installed-plot
