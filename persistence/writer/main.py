@@ -388,27 +388,22 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 Code.RETENTION_FAILED.warn(f"old files stay: {error}", rank=settings.rank)
 
-    async def _is_persisted(self, image: StagedImage, found: list[int | None]) -> bool:
-        """Make an image durable; where it is not what its mark says, add what its checksum is to ``found``."""
-        try:
-            await persist_image(self._settings, image)
-        except DamagedImage as damage:
-            found.append(damage.checksum)
-            return False
-        return True
-
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        found: list[int | None] = []
-        while not await self._is_persisted(image, found):
-            if image.is_withdrawn(settings.staging):
-                return  # a survivor saved a later state in its place, or its training went on
-            if found[-1:] == found[-2:-1]:
-                text = f"the staged snapshot of step {image.step} was removed or damaged: it is given up"
-                Code.WRITE_FAILED.warn(text, rank=settings.rank)
-                self._status.update(lost_image=image.step)
-                return
+        doubted: DamagedImage | None = None
+        while True:
+            try:
+                await persist_image(settings, image)
+                break
+            except DamagedImage as damage:
+                if image.is_withdrawn(settings.staging):
+                    return  # a survivor saved a later state in its place, or its training went on
+                if doubted is not None and doubted.checksum == damage.checksum:
+                    Code.WRITE_FAILED.warn(f"{damage}: it is given up", rank=settings.rank)
+                    self._status.update(lost_image=image.step)
+                    return
+                doubted = damage
             await asyncio.sleep(_RETRY_SECONDS)  # a survivor may be saving it now
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.set_facts(snapshot_bytes=image.bytes)

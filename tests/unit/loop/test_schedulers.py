@@ -13,17 +13,33 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 from tests.unit.loops import Loop, small_model
 
 
-class Wrapped:
-    """As Accelerate wraps one."""
+class Holder:
+    """An object that holds a scheduler."""
 
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
+    __slots__ = ()
+    scheduler: LRScheduler
 
     def state_dict(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state["scheduler"])
+
+
+class Wrapped(Holder):
+    """As Accelerate wraps one."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+
+
+class Slotted(Holder):
+    """As a dataclass with slots holds one."""
+
+    __slots__ = ("scheduler",)
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
 
 
 class Trainer(Wrapped):
@@ -38,21 +54,6 @@ class Trainer(Wrapped):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.schedulers["all"][0].load_state_dict(state["rates"])
-
-
-class Slotted:
-    """As a dataclass with slots holds one."""
-
-    __slots__ = ("scheduler",)
-
-    def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state["scheduler"])
 
 
 class WarmUp(LRScheduler):

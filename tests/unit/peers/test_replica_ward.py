@@ -28,6 +28,7 @@ from lowdiff.step.states import Sealed
 from lowdiff.testing import wait_until
 from tests.crash.pool import Pool
 from tests.unit.peers.test_copies import Said, Training
+from tests.unit.peers.test_replicated import is_held
 
 
 def test_no_image_is_made_with_items_of_an_earlier_step(
@@ -129,7 +130,7 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
     logging.getLogger("lowdiff").addHandler(said)
     training = Training(rank, folder, None, snapshot_every=1000)
     training.train(0, 1, 2)
-    wait_until(training.checkpointer, partial(_is_held, 3))
+    wait_until(training.checkpointer, partial(is_held, 3))
     if rank == 0:
         copies: Any = training.checkpointer._session._staging._copies
         (ward,) = copies._wards
@@ -140,16 +141,12 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
         os.kill(ward._replica.pid, signal.SIGKILL)
         wait_until(training.checkpointer, partial(_is_noticed, ward))
     training.train(3, 4, 5)
-    wait_until(training.checkpointer, partial(_is_held, 6))
+    wait_until(training.checkpointer, partial(is_held, 6))
     training.train(6, 7)
     replicated = training.checkpointer.stats()["replicated_step"]
     training.checkpointer.close()
     logging.getLogger("lowdiff").removeHandler(said)
     return [text for text in said.texts if "LD901" in text], replicated
-
-
-def _is_held(step: int, stats: dict[str, Any]) -> bool:
-    return bool(stats["held_step"] >= step)
 
 
 def _has_state(ward: ReplicaWard, _: dict[str, Any]) -> bool:

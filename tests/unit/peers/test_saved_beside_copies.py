@@ -25,15 +25,12 @@ from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch
 from tests.unit.peers.test_copies import Said, Training
+from tests.unit.peers.test_replicated import is_held
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "residual": {"compressor": TopK(0.1), "residual": "replicated"},
     "replica": {"compressor": None, "strategy": "replica", "reproducible": True},
 }
-
-
-def _is_held(step: int, stats: dict[str, Any]) -> bool:
-    return bool(stats["held_step"] >= step)
 
 
 def _step(training: Training, step: int) -> None:
@@ -65,7 +62,7 @@ def lived(
     for step in range(began, until):
         _step(training, step)
         checkpointer.commit()
-        wait_until(checkpointer, partial(_is_held, step + 1))
+        wait_until(checkpointer, partial(is_held, step + 1))
         dist.barrier()  # no residual is sent while one rank is in the next exchange
     state = [p.detach().clone() for p in training.ddp.parameters()]
     if saves:
