@@ -140,7 +140,10 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
         ward._folder.replica_state(generation).write_bytes(b"")
         os.kill(ward._replica.pid, signal.SIGKILL)
         wait_until(training.checkpointer, partial(_is_noticed, ward))
-    training.train(3, 4, 5)
+    training.train(3)
+    if rank == 0:  # a thread of its own receives step 3 and finds that out
+        wait_until(training.checkpointer, partial(_owes, ward))
+    training.train(4, 5)
     wait_until(training.checkpointer, partial(is_held, 6))
     training.train(6, 7)
     replicated = training.checkpointer.stats()["replicated_step"]
@@ -151,6 +154,10 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
 
 def _has_state(ward: ReplicaWard, _: dict[str, Any]) -> bool:
     return ward._replica.read_status().generation >= 0
+
+
+def _owes(ward: ReplicaWard, _: dict[str, Any]) -> bool:
+    return ward.owes_snapshot
 
 
 def _is_noticed(ward: ReplicaWard, _: dict[str, Any]) -> bool:
