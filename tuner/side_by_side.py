@@ -34,15 +34,15 @@ from lowdiff.tuner.just_in_time import (
 )
 
 #: Of a step, with a 10.8 M parameter GPT on CPUs: ``overhead_median`` of docs/results/overhead.json.
-LOG_OVERHEAD_SHARE = 0.042
+LOG_OVERHEAD_SHARE = 0.041
 #: Likewise, of docs/results/lowdiff_plus.json.
-REPLICA_OVERHEAD_SHARE = 0.068
+REPLICA_OVERHEAD_SHARE = 0.048
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
 SURVIVORS_OVERHEAD_SHARE = 0.006
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
-READ_OVER_COPY = 1.48
+READ_OVER_COPY = 1.42
 _DAY_SECONDS = 86400.0
 
 

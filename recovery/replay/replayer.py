@@ -59,9 +59,10 @@ _KEPT_BYTES = 24 << 20
 #: On an accelerator kernels are queued one by one, which small blocks would not be worth; with the
 #: state of an Adam this is 1 GiB. Not measured yet.
 _DEVICE_BLOCK_ELEMENTS = 1 << 26
-#: Of a unit on a CPU: measured with 33.6 million elements and two workers, 2^18 takes 1.8 times as long
-#: with a fused optimizer, whose steps hold Python's lock in between, and as long with others.
-_HOST_BLOCK_ELEMENTS = 1 << 20
+#: Of a unit on a CPU: measured with 20 million elements of AdamW on an AMD EPYC, 2^20 takes 1.2 times as long
+#: with one worker, and with a fused optimizer 1.1 times with two, where 2^18, of whose steps more hold Python's
+#: lock, takes 1.5 times.
+_HOST_BLOCK_ELEMENTS = 1 << 19
 
 _CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ class ReplayOptions:
 
     Attributes:
         num_workers: Threads; None takes this process's share of the cores that it may use.
-        block_elements: Elements per unit, a multiple of 64; None takes 2^20 on a CPU, which was
+        block_elements: Elements per unit, a multiple of 64; None takes 2^19 on a CPU, which was
             measured fastest, and 2^26 on an accelerator, which was not measured.
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
