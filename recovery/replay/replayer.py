@@ -51,7 +51,7 @@ from lowdiff.types import Differential, Fence
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
 #: so that replay starts at once.
-_WINDOW_BYTES, _FIRST_WINDOW_BYTES = 64 << 20, 6 << 20
+_WINDOW_BYTES, _FIRST_WINDOW_BYTES = 32 << 20, 6 << 20
 #: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
 #: this size raises the threshold to it, so a unit's temporaries keep their pages. glibc passes over
 #: pieces of more than 32 MiB with their header.
