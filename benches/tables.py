@@ -540,6 +540,6 @@ def of_publish(found: Summary) -> str:
     share = found["training_thread_share"]
     return (
         f"{made}\n\nTraining thread: {100 * share:.3f} % of a step ({verdict(share, 0.002, '0.2 %')}). A step beside the publisher, "
-        f"which works on the same cores: {percent(found['overhead_median'])} longer, at most {percent(found['overhead_upper95'])}; "
+        f"which works on the same cores: {excess(1 + found['overhead_median'])}, at most {excess(1 + found['overhead_upper95'])}; "
         f"{found['versions_per_step']:.2f} versions a step."
     )
