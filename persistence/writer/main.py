@@ -250,9 +250,13 @@ class Writer:
         while True:
             gone = self._orders.read()
             record = self._tail.next()
+            # Look for images after the record, so that a record never overtakes an earlier image; then for a
+            # record that was staged meanwhile, so that an image does not overtake an earlier record.
+            images = newer_images(self._settings.staging, self._marked)
+            if record is None and images:
+                record = self._tail.next()
             self._has_begun |= record is not None
-            # Look for images after the record, so that a record never overtakes an earlier image.
-            for image in newer_images(self._settings.staging, self._marked):
+            for image in images:
                 if record is None or record.header.step > image.step:
                     self._marked = image.step
                     await self._flush(pending)

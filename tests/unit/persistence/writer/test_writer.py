@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +28,10 @@ from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
+from lowdiff.persistence.writer import main
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.persistence.writer.images import newer_images
+from lowdiff.persistence.writer.main import Writer
 from lowdiff.persistence.writer.segments import durable_step
 from lowdiff.types import Retention
 from tests.processes import is_alive
@@ -121,6 +127,34 @@ def test_a_snapshot_becomes_durable_beside_the_differentials(tmp_path: Path) -> 
     assert os.listdir(snapshot.folder).count("rank-0000.safetensors.partial") == 0
     # Segments roll at a snapshot, so that retention can remove what is before it.
     assert [first for _, _, first, _ in settings.folder.segments()] == [1, 2]
+
+
+def test_an_image_overtakes_no_record_that_is_staged_while_the_writer_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The writer runs in this process, whose parent is to be the trainer.
+    settings = replace(settings_in(tmp_path, batch_size=1), trainer_pid=os.getppid())
+    log = log_of(settings)
+    append(log, 1)
+    orders, trainer = os.pipe()
+    looks: list[bool] = []
+
+    def meanwhile(*arguments: Any) -> Any:
+        looks.append(True)
+        if len(looks) == 2:  # the writer has found no second record a moment before
+            append(log, 2)
+            stage_snapshot(log, 2, 10_000)
+            append(log, 3)
+            os.close(trainer)
+        return newer_images(*arguments)
+
+    monkeypatch.setattr(main, "newer_images", meanwhile)
+    lock = FileLock(settings.staging.writer_lock)
+    assert lock.acquire("its writer")
+    with open(orders) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        asyncio.run(asyncio.wait_for(Writer(settings).run(lock), PATIENCE_SECONDS))
+    assert [first for _, _, first, _ in settings.folder.segments()] == [1, 3]
 
 
 def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
