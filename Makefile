@@ -56,7 +56,7 @@ wheel: .venv/installed-dev
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
-# About eight minutes on two cores of an EPYC. Both go on where they stopped.
+# Eight minutes on two cores of an EPYC, in slow hours more than ten. Both go on where they stopped.
 bench: .venv/installed-plot
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --rounds 4 --kills 2 --history 10
 
