@@ -48,7 +48,7 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the table takes for granted, because no run of strategy log measures it.
+    """The table takes this for granted, because no run of strategy log measures it.
 
     Attributes:
         log_overhead_share: Seconds that logging adds to a second of training, snapshots not included;
@@ -93,7 +93,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one strategy costs.
+    """One strategy costs this.
 
     Attributes:
         name: Name of the strategy.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
+import pytest
 
 from lowdiff.errors import WriterFailed
+from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
@@ -23,6 +28,7 @@ from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.persistence.writer.main import Writer
 from lowdiff.types import Section
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +101,14 @@ def writing(settings: WriterSettings) -> Iterator[WriterProcess]:
     finally:
         with suppress(WriterFailed):
             writer.finish(PATIENCE_SECONDS)
+
+
+def write_here(settings: WriterSettings, orders: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do the writer's work in this process, until the trainer behind a pipe is gone and all is done."""
+    lock = FileLock(settings.staging.writer_lock)
+    assert lock.acquire("its writer")
+    monkeypatch.setattr(sys, "stdin", orders)
+    asyncio.run(asyncio.wait_for(Writer(settings).run(lock), PATIENCE_SECONDS))
 
 
 def wait_until(writer: WriterProcess, condition: Callable[[WriterStatus], object]) -> WriterStatus:

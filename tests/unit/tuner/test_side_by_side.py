@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lowdiff.cli.tune import plan, tune
 from lowdiff.errors import ConfigError
 from lowdiff.tuner import side_by_side as table
 from lowdiff.tuner.choice import Setting
@@ -61,6 +64,14 @@ def test_the_measured_shares_are_those_of_the_results() -> None:
     assert round(log["overhead_median"], 3) == table.LOG_OVERHEAD_SHARE
     assert round(replica["overhead_median"], 3) == table.REPLICA_OVERHEAD_SHARE
     assert round(replica["restart_over_copy"], 2) == table.READ_OVER_COPY
+
+
+@pytest.mark.parametrize("command", [tune, plan])
+def test_the_commands_take_the_measured_shares(command: Callable[..., None]) -> None:
+    assumed = table.Assumptions()
+    for name, option in inspect.signature(command).parameters.items():
+        if name in ("log_overhead", "replica_overhead", "survivors_overhead"):
+            assert option.default == getattr(assumed, f"{name}_share"), name
 
 
 def test_a_crash_of_processes_takes_half_a_step() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +18,8 @@ from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import SavedStatus, StatusPage, SurvivorStatus
 from lowdiff.persistence.writer import main
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.persistence.writer.main import Writer
 from tests.processes import is_alive
-from tests.unit.persistence.writers import PATIENCE_SECONDS, settings_in
+from tests.unit.persistence.writers import PATIENCE_SECONDS, settings_in, write_here
 
 
 def survivors_rank(root: Path, rank: int) -> WriterSettings:
@@ -100,11 +97,8 @@ def test_survivors_that_save_nothing_are_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead, living = survivors_rank(tmp_path, 0), survivors_rank(tmp_path, 1)
-    lock = FileLock(dead.staging.writer_lock)
-    assert lock.acquire("its writer")
     monkeypatch.setattr(main, "_SURVIVORS_SECONDS", 1.5)
     began = time.monotonic()
     with living_trainer(living), open(os.devnull) as pipe_of_the_dead:
-        monkeypatch.setattr(sys, "stdin", pipe_of_the_dead)
-        asyncio.run(asyncio.wait_for(Writer(dead).run(lock), PATIENCE_SECONDS))
+        write_here(dead, pipe_of_the_dead, monkeypatch)
     assert 1.5 < time.monotonic() - began < PATIENCE_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from lowdiff.persistence.staging.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer import main
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.persistence.writer.images import newer_images
-from lowdiff.persistence.writer.main import Writer
 from lowdiff.persistence.writer.segments import durable_step
 from lowdiff.types import Retention
 from tests.processes import is_alive
@@ -46,6 +43,7 @@ from tests.unit.persistence.writers import (
     stage_snapshot,
     stored,
     wait_until,
+    write_here,
     writing,
 )
 
@@ -133,7 +131,7 @@ def test_an_image_overtakes_no_record_that_is_staged_while_the_writer_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The writer runs in this process, whose parent is to be the trainer.
-    settings = replace(settings_in(tmp_path, batch_size=1), trainer_pid=os.getppid())
+    settings = settings_in(tmp_path, batch_size=1, trainer_pid=os.getppid())
     log = log_of(settings)
     append(log, 1)
     orders, trainer = os.pipe()
@@ -149,11 +147,8 @@ def test_an_image_overtakes_no_record_that_is_staged_while_the_writer_looks(
         return newer_images(*arguments)
 
     monkeypatch.setattr(main, "newer_images", meanwhile)
-    lock = FileLock(settings.staging.writer_lock)
-    assert lock.acquire("its writer")
     with open(orders) as pipe:
-        monkeypatch.setattr(sys, "stdin", pipe)
-        asyncio.run(asyncio.wait_for(Writer(settings).run(lock), PATIENCE_SECONDS))
+        write_here(settings, pipe, monkeypatch)
     assert [first for _, _, first, _ in settings.folder.segments()] == [1, 3]
 
 
