@@ -39,6 +39,10 @@ LOG_OVERHEAD_SHARE = 0.041
 REPLICA_OVERHEAD_SHARE = 0.048
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
 SURVIVORS_OVERHEAD_SHARE = 0.006
+#: What copies on other nodes add to a step of two ranks that share two cores: ``overheads`` of
+#: docs/results/peer_memory.json. Strategy survivors, which was not measured, is taken to add what log adds.
+COPIES_OVERHEAD_SHARE = 0.065
+REPLICA_COPIES_OVERHEAD_SHARE = 0.113
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
@@ -60,8 +64,8 @@ class Assumptions:
         snapshot_every: Steps between full snapshots of replica and survivors.
         save_seconds: Time of one ``torch.save``; None: rank 0 writes the whole state to its node's disk.
         copies: On how many nodes everything lies in memory, its own included.
-        copies_overhead_share: Seconds that copies on other nodes add to a second of training. Not measured
-            yet.
+        copies_overhead_share: Seconds that copies on other nodes add to a second of training; None: as
+            measured, for each strategy.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -74,7 +78,7 @@ class Assumptions:
     snapshot_every: int = 100
     save_seconds: float | None = None
     copies: int = 1
-    copies_overhead_share: float = 0.0
+    copies_overhead_share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("log", "replica", "survivors", "copies"):
@@ -193,9 +197,9 @@ class _Job:
         """Whether another node's memory has all that a lost node had."""
         return self.assumed.copies > 1
 
-    @property
-    def copies_overhead(self) -> float:
-        return self.assumed.copies_overhead_share if self.has_copies else 0.0
+    def copies_overhead(self, measured_share: float) -> float:
+        stated = self.assumed.copies_overhead_share
+        return (measured_share if stated is None else stated) if self.has_copies else 0.0
 
     @property
     def read_seconds(self) -> float:
@@ -281,7 +285,7 @@ def _log(job: _Job, setting: Setting) -> Row:
     costs, share = job.costs, job.assumed.log_overhead_share
     if share is not None:
         costs = replace(costs, differential_seconds=share * costs.step_seconds)
-    added = job.copies_overhead * costs.step_seconds
+    added = job.copies_overhead(COPIES_OVERHEAD_SHARE) * costs.step_seconds
     costs = replace(costs, differential_seconds=costs.differential_seconds + added)
     f, b = setting.snapshot_every, setting.batch_size
     found = waste(costs, job.rates, f, b)
@@ -302,7 +306,8 @@ def _log(job: _Job, setting: Setting) -> Row:
 
 
 def _replica(job: _Job) -> Row:
-    overhead = job.assumed.replica_overhead_share + job.copies_overhead
+    overhead = job.assumed.replica_overhead_share
+    overhead += job.copies_overhead(REPLICA_COPIES_OVERHEAD_SHARE)
     step = (1 + overhead) * job.plain.step_seconds
     # The replicas of a lost node go with it; what they held, copies have, or survivors on other nodes save.
     fallen = job.node_share if job.num_nodes == 1 else 0.0
@@ -321,7 +326,8 @@ def _replica(job: _Job) -> Row:
 def _survivors(job: _Job) -> Row:
     plain = job.plain
     snapshots = plain.snapshot_seconds / (job.snapshot_every * plain.step_seconds)
-    overhead = job.assumed.survivors_overhead_share + snapshots + job.copies_overhead
+    overhead = job.assumed.survivors_overhead_share + snapshots
+    overhead += job.copies_overhead(COPIES_OVERHEAD_SHARE)
     step = (1 + overhead) * plain.step_seconds
     fallen = job.nobody_share
     in_memory = plain.restart_seconds + job.save_seconds + job.read_seconds

@@ -229,13 +229,14 @@ def plan(
         ),
     ] = 1,
     copies_overhead: Annotated[
-        float,
+        float | None,
         Option(
             min=0,
             metavar="P",
-            help="What copies on other nodes add to a step, as a share of it; not measured yet.",
+            help="What copies on other nodes add to a step, as a share of it; the default was measured "
+            "on CPUs, see docs/tuning.md.",
         ),
-    ] = 0.0,
+    ] = None,
     copy: Annotated[
         str, Option(metavar="RATE", help="From a GPU to the node's memory.")
     ] = "10GB/s",

@@ -51,7 +51,11 @@ from lowdiff.tuner.report import (
     published_text,
     strategy_cells,
 )
-from lowdiff.tuner.side_by_side import Assumptions
+from lowdiff.tuner.side_by_side import (
+    COPIES_OVERHEAD_SHARE,
+    REPLICA_COPIES_OVERHEAD_SHARE,
+    Assumptions,
+)
 from lowdiff.types import Fence, Retention
 
 #: Compressors that leave nothing out and keep no residual.
@@ -83,7 +87,7 @@ def assumptions_of(
     snapshot_every: int,
     save_time: str | None,
     copies: int = 1,
-    copies_overhead: float = 0.0,
+    copies_overhead: float | None = None,
 ) -> Assumptions:
     """Return what the table of strategies assumes; no overhead of log if the run has measured it."""
     return Assumptions(
@@ -354,8 +358,9 @@ def question_of_plan(
         warnings += [f"{text}; give --network" for text in found]
     if copies is not None and "copies_overhead" not in typed:
         warnings.append(
-            "what copies add to a step was not measured yet, and the table of strategies takes it as "
-            f"{assumptions.copies_overhead_share:.1%} of a step; give --copies-overhead"
+            f"the table of strategies takes {COPIES_OVERHEAD_SHARE:.1%} of a step for copies, and "
+            f"{REPLICA_COPIES_OVERHEAD_SHARE:.1%} with strategy replica, as measured on two ranks that "
+            "share two cores; give --copies-overhead"
         )
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
     bits = "" if job.value_bits is None else f", value_bits={job.value_bits}"

@@ -56,14 +56,18 @@ NODES = FailureRates.known(DAY / 2, node_share=1.0)
 
 
 def test_the_measured_shares_are_those_of_the_results() -> None:
-    def summary(name: str) -> dict[str, float]:
-        found: dict[str, float] = json.loads((RESULTS / f"{name}.json").read_text())["summary"]
+    def summary(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["summary"]
         return found
 
     log, replica = summary("overhead"), summary("lowdiff_plus")
     assert round(log["overhead_median"], 3) == table.LOG_OVERHEAD_SHARE
     assert round(replica["overhead_median"], 3) == table.REPLICA_OVERHEAD_SHARE
     assert round(replica["restart_over_copy"], 2) == table.READ_OVER_COPY
+    survivors, copies = summary("survivors"), summary("peer_memory")["overheads"]
+    assert round(survivors["training_thread_share"], 3) == table.SURVIVORS_OVERHEAD_SHARE
+    assert round(copies["log"]["median"], 3) == table.COPIES_OVERHEAD_SHARE
+    assert round(copies["replica"]["median"], 3) == table.REPLICA_COPIES_OVERHEAD_SHARE
 
 
 @pytest.mark.parametrize("command", [tune, plan])
@@ -168,21 +172,26 @@ def test_with_copies_a_lost_node_takes_half_a_step(all_at_once: float) -> None:
 
 
 def test_copies_are_of_no_use_where_processes_crash() -> None:
-    without, found = rows(PROCESSES), rows(PROCESSES, copies=2)
+    without, found = rows(PROCESSES), rows(PROCESSES, copies=2, copies_overhead_share=0.0)
     for name, row in found.items():
         assert replace(row, detail=without[name].detail) == without[name], name
     both = FailureRates.known(DAY / 2, node_share=0.5)
-    alone, copied = rows(both)["log"], rows(both, copies=2)["log"]
-    assert copied.wasted_share < alone.wasted_share
-    assert rows(both, copies=2)["survivors"].wasted_share == rows(both)["survivors"].wasted_share
+    alone, copied = rows(both), rows(both, copies=2, copies_overhead_share=0.0)
+    assert copied["log"].wasted_share < alone["log"].wasted_share
+    assert copied["survivors"].wasted_share == alone["survivors"].wasted_share
 
 
 @pytest.mark.parametrize("name", ["log", "replica", "survivors"])
 def test_what_copies_add_counts_with_copies_alone(name: str) -> None:
-    free = rows(NODES, copies=2)[name]
+    free = rows(NODES, copies=2, copies_overhead_share=0.0)[name]
     found = rows(NODES, copies=2, copies_overhead_share=0.03)[name]
     assert found.overhead_share == pytest.approx(free.overhead_share + 0.03)
     assert rows(NODES, copies_overhead_share=0.03)[name] == rows(NODES)[name]
+    share = (
+        table.REPLICA_COPIES_OVERHEAD_SHARE if name == "replica" else table.COPIES_OVERHEAD_SHARE
+    )
+    measured = rows(NODES, copies=2)[name]
+    assert measured.overhead_share == pytest.approx(free.overhead_share + share)
 
 
 @pytest.mark.parametrize(
