@@ -4,7 +4,7 @@
 
 A small GPT is trained by two ranks, each on a node of its own (a staging folder of its own), and fails along a trace
 that `lowdiff.tuner.simulate` draws: on average every 600 or every 1,800 steps' time, so every 10 or 30 minutes if a step
-took a second. Here a step takes about 0.2 s, and times between failures are shorter in proportion. Half of the
+took a second. Here a step takes 0.2 to 0.4 s, and times between failures are shorter in proportion. Half of the
 failures are SIGKILL of one rank, half are the loss of a node: SIGKILL of its rank with writer and replica, and the
 removal of its staging folder. Then all ranks start anew. All arms meet the same failures:
 

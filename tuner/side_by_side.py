@@ -41,8 +41,8 @@ REPLICA_OVERHEAD_SHARE = 0.048
 SURVIVORS_OVERHEAD_SHARE = 0.006
 #: What copies on other nodes add to a step of two ranks that share two cores: ``overheads`` of
 #: docs/results/peer_memory.json. Strategy survivors, which was not measured, is taken to add what log adds.
-COPIES_OVERHEAD_SHARE = 0.065
-REPLICA_COPIES_OVERHEAD_SHARE = 0.113
+COPIES_OVERHEAD_SHARE = 0.076
+REPLICA_COPIES_OVERHEAD_SHARE = 0.138
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
