@@ -39,7 +39,12 @@ _RESAMPLES = 10_000
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every bench takes."""
+    """A parser with what every bench takes.
+
+    Processes that the bench starts keep compiled modules from here on, as a user's do, whatever the shell
+    says: one that compiles all of lowdiff anew starts later.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the PNG")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: tests the bench itself")
