@@ -134,7 +134,7 @@ class Bench:
         return (own[-1] - own[_WARM_UP]) / (len(own) - 1 - _WARM_UP)
 
     def save_seconds(self, arm: str, one: float) -> float:
-        """What a save costs: its call, or all that it takes of the steps, whichever is more."""
+        """Time that a save costs: its call, or all that it takes of the steps, whichever is more."""
         plan = self._plan(arm, _PROBE_INTERVAL)
         saves = _SMOKE_PROBE_SAVES if self._args.smoke else _PROBE_SAVES
         lines = run_whole(plan, saves * _PROBE_INTERVAL)
@@ -145,7 +145,7 @@ class Bench:
         return max(statistics.median(calls), statistics.median(extra))
 
     def started(self) -> dict[str, Any]:
-        """What is measured before all lives, and fixes when failures come and how often peers save."""
+        """Measure before all lives; this fixes when failures come and how often peers save."""
         one = self.step_seconds(PLAIN)
         begun = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch, lowdiff, torch._dynamo"], check=True)
@@ -258,7 +258,7 @@ def summary_of(lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw(axes: Axes, result: Result) -> None:
-    """What wall time went into: a bar for each arm and mean time between failures."""
+    """Show into what wall time went: a bar for each arm and mean time between failures."""
     lives = result.samples["lives"]
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in lives)]
     means = sorted({row["mean_steps"] for row in lives})

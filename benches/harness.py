@@ -1,4 +1,4 @@
-"""What the benches share: arguments, facts, cores, paired timing, and the files they leave.
+"""Common parts of the benches: arguments, facts, cores, paired timing, and the files they leave.
 
 A bench is a script with ``main(argv)``. It asserts that what it timed is right, and writes
 ``<name>.json`` with every raw sample and ``<name>.png`` drawn from it.
@@ -54,7 +54,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a bench found.
+    """Findings of a bench.
 
     Attributes:
         name: Of the bench, and of its files.
@@ -153,7 +153,7 @@ def versions() -> dict[str, str]:
 
 
 def two_core_scaling() -> float:
-    """What a second core is worth here: throughput of two busy processes over that of one.
+    """Measure what a second core is worth here: throughput of two busy processes over that of one.
 
     2.0 on an idle machine with two cores of its own; about 1.0 where both are one shared core, and
     then no program can show what it gains from two workers.

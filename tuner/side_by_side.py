@@ -52,7 +52,7 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """The table takes this for granted, because no run of strategy log measures it.
+    """Figures that the table takes for granted, because no run of strategy log measures them.
 
     Attributes:
         log_overhead_share: Seconds that logging adds to a second of training, snapshots not included;
@@ -97,7 +97,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy costs this.
+    """Costs of one strategy.
 
     Attributes:
         name: Name of the strategy.
@@ -198,6 +198,7 @@ class _Job:
         return self.assumed.copies > 1
 
     def copies_overhead(self, measured_share: float) -> float:
+        """Share that copies add to a step of a strategy for which ``measured_share`` was measured."""
         stated = self.assumed.copies_overhead_share
         return (measured_share if stated is None else stated) if self.has_copies else 0.0
 
@@ -306,8 +307,8 @@ def _log(job: _Job, setting: Setting) -> Row:
 
 
 def _replica(job: _Job) -> Row:
-    overhead = job.assumed.replica_overhead_share
-    overhead += job.copies_overhead(REPLICA_COPIES_OVERHEAD_SHARE)
+    copies = job.copies_overhead(REPLICA_COPIES_OVERHEAD_SHARE)
+    overhead = job.assumed.replica_overhead_share + copies
     step = (1 + overhead) * job.plain.step_seconds
     # The replicas of a lost node go with it; what they held, copies have, or survivors on other nodes save.
     fallen = job.node_share if job.num_nodes == 1 else 0.0
@@ -326,8 +327,8 @@ def _replica(job: _Job) -> Row:
 def _survivors(job: _Job) -> Row:
     plain = job.plain
     snapshots = plain.snapshot_seconds / (job.snapshot_every * plain.step_seconds)
-    overhead = job.assumed.survivors_overhead_share + snapshots
-    overhead += job.copies_overhead(COPIES_OVERHEAD_SHARE)
+    copies = job.copies_overhead(COPIES_OVERHEAD_SHARE)
+    overhead = job.assumed.survivors_overhead_share + snapshots + copies
     step = (1 + overhead) * plain.step_seconds
     fallen = job.nobody_share
     in_memory = plain.restart_seconds + job.save_seconds + job.read_seconds

@@ -1,4 +1,4 @@
-"""What the benches share."""
+"""Common parts of the benches."""
 
 from __future__ import annotations
 

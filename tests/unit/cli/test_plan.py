@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 
-from lowdiff.tuner.side_by_side import Assumptions
+from lowdiff.tuner.side_by_side import (
+    COPIES_OVERHEAD_SHARE,
+    REPLICA_COPIES_OVERHEAD_SHARE,
+    Assumptions,
+)
 from tests.unit.cli.commands import Command, command
 
 __all__ = ["command"]
@@ -261,6 +265,11 @@ def test_what_copies_add_is_an_option(command: Command) -> None:
     document = json.loads(command(*PLAN, *COPIES, "--copies-overhead", "0.05", "--json").out)
     assert document["side_by_side"]["assumptions"]["copies_overhead_share"] == 0.05
     assert not any("--copies-overhead" in note for note in document["warnings"])
+    measured = json.loads(command(*PLAN, *COPIES, "--json").out)["warnings"]
+    shares = f"{COPIES_OVERHEAD_SHARE:.1%}", f"{REPLICA_COPIES_OVERHEAD_SHARE:.1%}"
+    assert any(all(share in note for share in shares) for note in measured)
+    help_text = " ".join(command("plan", "--help").out.replace("│", "").split())
+    assert "the default was measured on CPUs, see docs/tuning.md" in help_text
 
 
 def test_nodes_are_another_way_to_say_how_many_gpus_are_on_each(command: Command) -> None:

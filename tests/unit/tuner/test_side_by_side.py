@@ -74,7 +74,7 @@ def test_the_measured_shares_are_those_of_the_results() -> None:
 def test_the_commands_take_the_measured_shares(command: Callable[..., None]) -> None:
     assumed = table.Assumptions()
     for name, option in inspect.signature(command).parameters.items():
-        if name in ("log_overhead", "replica_overhead", "survivors_overhead"):
+        if name.endswith("_overhead"):
             assert option.default == getattr(assumed, f"{name}_share"), name
 
 
