@@ -12,14 +12,15 @@ removal of its staging folder. Then all ranks start anew. All arms meet the same
 - ``torch_save``, by rank 0, and ``dcp`` (``async_save``), of everything, at the interval of Young's formula. Both sync
   their files, because a file in a shared folder that was not does not outlive the node that wrote it.
 
-The effective share is the number of distinct steps at the end, times the time of a step without checkpoints and
-failures (measured right before and after each life, and without compression for all arms), over wall time.
+The effective share is the number of distinct steps at the end, times the time of a step without checkpoints,
+compression and failures, over wall time. That step is measured within each life, by a training that takes turns with
+it: every 25 s the life's processes are stopped for some steps, and its clock with them.
 
 Restarts do not shrink with the step: with a step of T seconds they weigh 1/T times as much as with one of one second.
 ``..._start_scaled`` counts the start of processes (up, joined, model made) times T, all else as it was. Processes are
 forked from one that has imported PyTorch, as hot spares are; ``--cold`` starts Python anew.
 
-The default has two failures at 600 steps' time and one at 1,800, six arms: 75 minutes with a step of 0.24 s. ``--rows 32``
+The default has two failures at 600 steps' time and one at 1,800, six arms: 80 minutes with a step of 0.24 s. ``--rows 32``
 makes steps, and all times between failures, four times as long: what lowdiff takes of each step weighs less then. A life
 that has ended is in ``effective_time.jsonl``, and a call with the same ``--out`` goes on behind it. A step that is
 made again must have the loss that it had, bit for bit.
@@ -43,8 +44,15 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from typing_extensions import Self
 
-from benches.effective_figures import figures_of, life_of, refuse_other_bits, strikes_of
+from benches.effective_figures import (
+    figures_of,
+    life_of,
+    plain_seconds,
+    refuse_other_bits,
+    strikes_of,
+)
 from benches.effective_life import (
     ARMS,
     COMPRESSED,
@@ -55,6 +63,7 @@ from benches.effective_life import (
     ROWS,
     Plan,
 )
+from benches.effective_reference import Reference
 from benches.effective_supervisor import NODE, removed, run, run_whole
 from benches.gpt import GPT
 from benches.harness import BLUE, GREEN, INK, MUTED, RED, Result, arguments, machine, write
@@ -66,8 +75,8 @@ from lowdiff.tuner.simulate import FailureModel, draw_trace
 TARGETS = {1800: 0.97, 600: 0.94}
 _NODE_SHARE = 0.5
 _DRAWS = 1000
-#: Steps of a training that measures the time of a step, the first of which do not count.
-_PLAIN_STEPS, _SMOKE_PLAIN_STEPS, _WARM_UP = 60, 12, 5
+#: Steps of each turn, and pairs of turns, that measure the time of a step before all lives.
+_PLAIN_STEPS, _PLAIN_PAIRS, _SMOKE_PLAIN_STEPS = 10, 4, 4
 #: Of the trainings that measure what a save costs.
 _PROBE_INTERVAL, _PROBE_SAVES, _SMOKE_PROBE_SAVES = 8, 7, 2
 #: Seconds that stand for a step's in the smoke test's trace, which real steps would make too short.
@@ -118,20 +127,18 @@ def drawn(mean_steps: int, failures: int, seed: int) -> Drawn:
 
 
 class Bench:
-    """Trainings of all arms, one after the other, in folders of their own."""
+    """Trainings of all arms, one after the other, in folders of their own, in turns with a plain one."""
 
     def __init__(self, args: argparse.Namespace, where: Places) -> None:
         self._args, self._where = args, where
-        self._plain_steps = _SMOKE_PLAIN_STEPS if args.smoke else _PLAIN_STEPS
         self._number = 0
+        self._plain = Reference(self._plan(PLAIN, 0))
 
-    def step_seconds(self, arm: str) -> float:
-        """Mean time of a step of a short training without checkpoints."""
-        plan = self._plan(arm, 0)
-        lines = run_whole(plan, self._plain_steps)
-        removed(plan)
-        own = [line.when for line in lines if line.what == "step" and line.rank == 0]
-        return (own[-1] - own[_WARM_UP]) / (len(own) - 1 - _WARM_UP)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._plain.close()
 
     def save_seconds(self, arm: str, one: float) -> float:
         """Time that a save costs: its call, or all that it takes of the steps, whichever is more."""
@@ -146,21 +153,31 @@ class Bench:
 
     def started(self) -> dict[str, Any]:
         """Measure before all lives; this fixes when failures come and how often peers save."""
-        one = self.step_seconds(PLAIN)
+        one, compressed = self._steps_seconds()
         begun = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch, lowdiff, torch._dynamo"], check=True)
         cold = time.perf_counter() - begun
         return {
             "step_seconds": one,
-            "compressed_step_seconds": self.step_seconds(COMPRESSED),
+            "compressed_step_seconds": compressed,
             "save_seconds": {arm: self.save_seconds(arm, one) for arm in PERIODIC if arm in self._args.arms},
             "clock_seconds": _SMOKE_CLOCK_SECONDS if self._args.smoke else one,
             "cold_import_seconds": cold,
         }  # fmt: skip
 
-    def live(
-        self, arm: str, mean_steps: int, start: Mapping[str, Any], plain_before: float
-    ) -> dict[str, Any]:
+    def _steps_seconds(self) -> tuple[float, float]:
+        """A step without checkpoints, and one with compression, measured in turns."""
+        steps = _SMOKE_PLAIN_STEPS if self._args.smoke else _PLAIN_STEPS
+        compressed = Reference(self._plan(COMPRESSED, 0))
+        pairs = [
+            (self._plain.step_seconds(steps), compressed.step_seconds(steps))
+            for _ in range(_PLAIN_PAIRS)
+        ]
+        compressed.close()
+        plain, other = map(statistics.mean, zip(*pairs, strict=True))
+        return plain, other
+
+    def live(self, arm: str, mean_steps: int, start: Mapping[str, Any]) -> dict[str, Any]:
         """Train one arm along its trace."""
         clock = start["clock_seconds"]
         interval = 0
@@ -171,16 +188,15 @@ class Bench:
         gaps = [clock * gap for gap in trace.gaps_steps]
         strikes = strikes_of(gaps, trace.kinds, trace.victims)
         plan = self._plan(arm, interval)
-        began, struck, lines = run(plan, strikes, sum(gaps), cold=self._args.cold)
+        ran = run(plan, strikes, sum(gaps), self._plain, cold=self._args.cold)
         removed(plan)
-        again = refuse_other_bits(arm, struck, lines)
-        has_compressor = "compressor" in LOWDIFF.get(arm, {})
+        again = refuse_other_bits(arm, ran.struck, ran.lines)
+        compression = start["compressed_step_seconds"] / start["step_seconds"]
         return {
             "arm": arm, "mean_steps": mean_steps, "interval": interval, "gaps_seconds": gaps,
             "kinds": trace.kinds, "victims": trace.victims, "losses_compared": again,
-            "plain_seconds": [plain_before, self.step_seconds(PLAIN)],
-            "compressed_seconds": self.step_seconds(COMPRESSED) if has_compressor else None,
-            **life_of(began, struck, lines).as_row(),
+            "plain_seconds": ran.plain_seconds, "compressed_over_plain": compression,
+            **life_of(ran.began, ran.struck, ran.lines).as_row(),
         }  # fmt: skip
 
     def _plan(self, arm: str, interval: int) -> Plan:
@@ -201,13 +217,10 @@ def measured(ended: Path, args: argparse.Namespace, bench: Bench) -> None:
     start = rows(ended)[0]
     assert start["told"] == told, f"{ended} was begun with {start['told']}"
     done = {(row["arm"], row["mean_steps"]) for row in known[1:]}
-    plain = 0.0
     for mean_steps, arm in lives_of(args):
         if (arm, mean_steps) in done:
             continue
-        plain = plain or bench.step_seconds(PLAIN)
-        row = bench.live(arm, mean_steps, start["start"], plain)
-        plain = row["plain_seconds"][1]
+        row = bench.live(arm, mean_steps, start["start"])
         _add(ended, row)
         shown = {key: round(value, 4) for key, value in figures_of(row, [row]).items()}
         print(f"{arm:<11} {mean_steps:>5} {json.dumps(shown)}", flush=True)
@@ -249,9 +262,9 @@ def summary_of(lives: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 key = name.replace("share", f"share_{mean_steps // 60}min")
                 found[key] = max(shares.values())
                 found[f"{key}_arm"] = max(shares, key=lambda arm: shares[arm])
-    found["step_seconds"] = statistics.mean(
-        seconds for row in lives for seconds in row["plain_seconds"]
-    )
+    plain = [plain_seconds(row) for row in lives]
+    found["step_seconds"] = statistics.mean(plain)
+    found["step_seconds_least"], found["step_seconds_most"] = min(plain), max(plain)
     found["losses_compared"] = sum(row["losses_compared"] for row in lives)
     found["bit_identical"] = True  # asserted for every life
     return found
@@ -314,8 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = machine()
     args.out.mkdir(parents=True, exist_ok=True)
     ended = args.out / "effective_time.jsonl"
-    with places(args.out) as where:
-        measured(ended, args, Bench(args, where))
+    with places(args.out) as where, Bench(args, where) as bench:
+        measured(ended, args, bench)
     start, *lives = rows(ended)
     result = Result(
         name="effective_time",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -202,13 +203,18 @@ def figures_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
         ),
         **_simulated(row, rows),
     }
-    if row["compressed_seconds"]:
-        found["effective_share_of_compressed"] = row["steps"] * row["compressed_seconds"] / wall
+    turns = row["plain_seconds"]
+    if len(turns) > 1:
+        found["effective_error"] = (
+            statistics.stdev(turns) / math.sqrt(len(turns)) * row["steps"] / wall
+        )
+    if "compressor" in LOWDIFF.get(row["arm"], {}):
+        found["effective_share_of_compressed"] = row["compressed_over_plain"] * useful / wall
     return found
 
 
 def plain_seconds(row: Mapping[str, Any]) -> float:
-    """A step without checkpoints and without failures, measured right before and after a life."""
+    """Mean over a life's turns of what a step without checkpoints took."""
     return float(statistics.mean(row["plain_seconds"]))
 
 

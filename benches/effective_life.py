@@ -7,6 +7,7 @@ step that ``FOLDER/stop`` names.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import struct
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ ARMS = (*LOWDIFF, *PERIODIC)
 PLAIN, COMPRESSED = "plain", "compressed"
 ROWS = 8
 _TIMEOUT = timedelta(seconds=120)
+#: What processes find imported.
+_IMPORTED = ("benches.effective_figures", "benches.harness", "torch._dynamo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,33 @@ class SyncedSave(TorchSave):
         return True
 
 
+def processes(*, cold: bool = False) -> ForkServerContext | SpawnContext:
+    """What starts processes: forked from one that has imported everything, as a hot spare has; or ``cold`` ones."""
+    if cold:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    return context
+
+
+def new_store() -> dist.TCPStore:
+    """A store through which ranks meet, in this process."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+
+
+def join(port: int, name: str, rank: int) -> None:
+    """Make the process group.
+
+    Args:
+        port: Of `new_store`.
+        name: Of this group; the addresses of dead ranks stay in the store, under the name of theirs.
+        rank: Of this process.
+    """
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+    own = dist.PrefixStore(name, store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=WORLD_SIZE, timeout=_TIMEOUT)
+
+
 #: Trains from a step on, and calls something after each.
 Loop = Callable[[int, Callable[[int], object]], None]
 
@@ -184,10 +215,7 @@ def _train(plan: Plan, attempt: int, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     diary = Diary(plan.folder, attempt, rank)
     diary.note("up")
-    # The addresses of dead ranks are in the store, so each attempt has names of its own.
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
-    own = dist.PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=WORLD_SIZE, timeout=_TIMEOUT)
+    join(port, f"attempt-{attempt}", rank)
     diary.note("joined")
     training = Training(plan, rank)
     diary.note("made")
@@ -205,10 +233,8 @@ def _train(plan: Plan, attempt: int, rank: int, port: int) -> None:
         with _checkpointer(plan, rank) as checkpointer:
             start = checkpointer.attach(training.module, training.optimizer)
             loop(start, lambda _: checkpointer.commit())
-    elif plan.arm in PERIODIC:
-        _save_in_intervals(plan, rank, training, diary, loop)
     else:
-        loop(0, lambda _: None)
+        _save_in_intervals(plan, rank, training, diary, loop)
 
 
 def bits_of(loss: float) -> int:

@@ -1,39 +1,39 @@
 """Starts the ranks of ``effective_life``, kills them along a trace of failures, and starts them anew.
 
-Ranks are forked from a process that has imported PyTorch and lowdiff already, as a hot spare has; with
-``cold`` each of them imports everything itself. All arms start in the same way.
+Meanwhile a `Reference` may take turns. A life stands still in a turn: all its processes are stopped, and its clock
+with them. All arms start in the same way.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-import torch.distributed as dist
 from typing_extensions import Self
 
-from benches.effective_life import Plan, live
+from benches.effective_life import Plan, live, new_store, processes
+from benches.effective_reference import Reference, Turn
 from benches.survivors_life import WORLD_SIZE, Line
 from lowdiff.demo.launch import child_processes
 
 PROCESS, NODE = range(2)
-#: What children of the fork server find imported.
-_IMPORTED = ("benches.effective_figures", "benches.harness", "torch._dynamo")
 _LOOK_SECONDS = 0.05
 #: How long torchrun waits between SIGTERM and SIGKILL.
 _TERM_SECONDS = 30.0
 _PATIENCE_SECONDS = 300.0
 #: What is still made after the end was decided, so that no rank learns of the end too late.
 _LAST_STEPS, _LAST_SECONDS = 3, 0.5
+#: Of a life between two turns of the reference, and the steps of one.
+_TURN_EVERY_SECONDS, _TURN_STEPS = 25.0, 6
+#: Of a life after a restart until the next turn.
+_SETTLING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A failure that happened, in seconds since 1970.
+    """A failure that happened, by the life's clock.
 
     Attributes:
         killed: When the victim was killed.
@@ -65,19 +65,41 @@ class Struck:
     ended: float
 
 
-class Supervisor:
-    """One training of one arm; a context manager that leaves no process behind."""
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A training that has ended.
 
-    def __init__(self, plan: Plan, *, cold: bool = False) -> None:
-        self._plan = plan
+    Attributes:
+        began: When all ranks trained, by the life's clock: seconds since 1970 without the turns before.
+        struck: Its failures.
+        lines: What its processes noted, by the same clock.
+        plain_seconds: What a step without checkpoints took, in each turn.
+    """
+
+    began: float
+    struck: Sequence[Struck]
+    lines: Sequence[Line]
+    plain_seconds: Sequence[float]
+
+
+class Supervisor:
+    """One training of one arm; a context manager that leaves no process behind.
+
+    Args:
+        plan: The training.
+        reference: What takes turns with it.
+        cold: Whether each process imports everything itself.
+    """
+
+    def __init__(
+        self, plan: Plan, reference: Reference | None = None, *, cold: bool = False
+    ) -> None:
+        self._plan, self._reference = plan, reference
         plan.folder.mkdir(parents=True)
         plan.staging.mkdir(parents=True)
-        self._context = multiprocessing.get_context("spawn" if cold else "forkserver")
-        if not cold:
-            self._context.set_forkserver_preload(list(_IMPORTED))
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=120)
-        )
+        self._context, self._store = processes(cold=cold), new_store()
+        self.turns: list[Turn] = []
+        self._next_turn = 0.0
         self._attempt = -1
         self._ranks: list[BaseProcess] = []
 
@@ -89,13 +111,14 @@ class Supervisor:
         for process in self._ranks:
             if process.is_alive():  # else another process may have its number
                 for pid in _with_children(process):
-                    _kill(pid)
+                    _send(pid, signal.SIGKILL)
             process.join()
 
     @property
     def lines(self) -> list[Line]:
-        """What its processes noted so far."""
-        return Line.read(self._plan.folder)
+        """What its processes noted so far, by the life's clock."""
+        lines = Line.read(self._plan.folder)
+        return [replace(line, when=without_turns(line.when, self.turns)) for line in lines]
 
     def began(self) -> float:
         """Wait until the first attempt trains on all ranks; when that was."""
@@ -108,18 +131,19 @@ class Supervisor:
 
     def strike(self, strike: Strike, began: float) -> Struck:
         """Wait until a failure is due, let it happen, and start all ranks anew."""
-        self._watch(lambda: time.time() >= began + strike.at_seconds)
+        self._watch(lambda: self._now() >= began + strike.at_seconds)
         victim = self._ranks[strike.victim]
         # The writer is a child of the trainer, and the replica too: they are on its node.
         victims = _with_children(victim) if strike.kind == NODE else [victim.pid or 0]
-        killed = time.time()
+        killed = self._now()
         for pid in victims:
-            _kill(pid)
+            _send(pid, signal.SIGKILL)
         victim.join()
         self._end_others()
         if strike.kind == NODE:
             shutil.rmtree(self._plan.node(strike.victim), ignore_errors=True)
-        ended = time.time()
+        ended = self._now()
+        self._next_turn = max(self._next_turn, ended + _SETTLING_SECONDS)
         self._begin()
         return Struck(strike, killed, ended)
 
@@ -127,7 +151,7 @@ class Supervisor:
         """Let it end by itself, after a time and a step that is new; all that its processes noted."""
 
         def goes_on() -> bool:
-            if time.time() < not_before:
+            if self._now() < not_before:
                 return False
             steps = [line for line in self.lines if line.what == "step"]
             own = [line.step for line in steps if line.attempt == self._attempt]
@@ -135,7 +159,7 @@ class Supervisor:
 
         self._watch(goes_on)
         steps = [line for line in self.lines if line.what == "step" and line.rank == 0]
-        in_reach = sum(line.when > time.time() - _LAST_SECONDS for line in steps)
+        in_reach = sum(line.when > self._now() - _LAST_SECONDS for line in steps)
         self.end_at(max(line.step for line in steps) + in_reach + _LAST_STEPS)
         return self.lines
 
@@ -150,9 +174,8 @@ class Supervisor:
         self._attempt += 1
         self._ranks = []
         for rank in range(WORLD_SIZE):
-            process = self._context.Process(  # type: ignore[attr-defined]
-                target=live, args=(self._plan, self._attempt, rank, self._store.port)
-            )
+            told = self._plan, self._attempt, rank, self._store.port
+            process = self._context.Process(target=live, args=told)
             process.start()
             self._ranks.append(process)
 
@@ -174,6 +197,31 @@ class Supervisor:
             ended = wait([process.sentinel for process in self._ranks], _LOOK_SECONDS)
             assert not ended, self._printed()
             assert time.monotonic() < deadline or self._has_progress(), self._printed()
+            if self._reference is not None and self._now() >= self._next_turn and self._trains():
+                self._take_turn(self._reference)
+
+    def _now(self) -> float:
+        """The life's clock."""
+        return without_turns(time.time(), self.turns)
+
+    def _trains(self) -> bool:
+        """Whether all ranks of this attempt are at their steps."""
+        attached = [x for x in self.lines if (x.what, x.attempt) == ("attached", self._attempt)]
+        return len(attached) == WORLD_SIZE
+
+    def _take_turn(self, reference: Reference) -> None:
+        """Stop everything of the life while the reference makes its steps."""
+        pids = [pid for process in self._ranks for pid in _with_children(process)]
+        began = time.time()
+        try:
+            for pid in pids:
+                _send(pid, signal.SIGSTOP)
+            seconds = reference.step_seconds(_TURN_STEPS)
+        finally:
+            for pid in pids:
+                _send(pid, signal.SIGCONT)
+        self.turns.append(Turn(began, time.time(), seconds))
+        self._next_turn = self._now() + _TURN_EVERY_SECONDS
 
     def _has_progress(self) -> bool:
         path = self._plan.folder / "diary"
@@ -185,13 +233,21 @@ class Supervisor:
 
 
 def run(
-    plan: Plan, strikes: Sequence[Strike], horizon_seconds: float, *, cold: bool
-) -> tuple[float, list[Struck], list[Line]]:
-    """Train through failures; when it began to train, the failures, and all that was noted."""
-    with Supervisor(plan, cold=cold) as supervisor:
+    plan: Plan,
+    strikes: Sequence[Strike],
+    horizon_seconds: float,
+    reference: Reference,
+    *,
+    cold: bool,
+) -> Ran:
+    """Train through failures, in turns with a training without checkpoints."""
+    with Supervisor(plan, reference, cold=cold) as supervisor:
         began = supervisor.began()
         struck = [supervisor.strike(strike, began) for strike in strikes]
-        return began, struck, supervisor.end(began + horizon_seconds)
+        lines = supervisor.end(began + horizon_seconds)
+        plain = [turn.step_seconds for turn in supervisor.turns]
+    assert plain, "no turn came"
+    return Ran(began, struck, lines, plain)
 
 
 def run_whole(plan: Plan, steps: int) -> list[Line]:
@@ -199,6 +255,11 @@ def run_whole(plan: Plan, steps: int) -> list[Line]:
     with Supervisor(plan) as supervisor:
         supervisor.end_at(steps)
         return supervisor.lines
+
+
+def without_turns(when: float, turns: Sequence[Turn]) -> float:
+    """A time by the clock of a life that stood still in these turns."""
+    return when - sum(turn.stood(when) for turn in turns)
 
 
 def _with_children(process: BaseProcess) -> list[int]:
@@ -209,9 +270,9 @@ def _with_children(process: BaseProcess) -> list[int]:
     return found
 
 
-def _kill(pid: int) -> None:
+def _send(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def removed(plan: Plan) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from benches.bench_effective_time import drawn, summary_of
 from benches.effective_figures import life_of, refuse_other_bits, strikes_of
-from benches.effective_supervisor import NODE, PROCESS, Strike, Struck
+from benches.effective_reference import Turn
+from benches.effective_supervisor import NODE, PROCESS, Strike, Struck, without_turns
 from benches.survivors_life import Line
 
 #: Killed after 4.5 s of steps of one second; the second attempt resumes at step 2.
@@ -60,7 +61,7 @@ def test_parts_of_wall_time_add_up_and_the_simulator_agrees() -> None:
     row = {
         **life_of(100.0, STRUCK, LINES).as_row(),
         "arm": "torch_save", "mean_steps": 600, "interval": 2, "gaps_seconds": [4.5, 7.5],
-        "kinds": [NODE], "plain_seconds": [1.0, 1.0], "compressed_seconds": None,
+        "kinds": [NODE], "plain_seconds": [0.9, 1.1], "compressed_over_plain": 1.2,
         "losses_compared": 4,
     }  # fmt: skip
     row["failures"] = [dict(f) for f in row["failures"]]
@@ -68,6 +69,7 @@ def test_parts_of_wall_time_add_up_and_the_simulator_agrees() -> None:
     shares = [found[f"torch_save/600/{part}_share"] for part in ("effective", "slower", "restart", "lost")]  # fmt: skip
     assert sum(shares) == pytest.approx(1.0)
     assert shares[0] == pytest.approx(8 / 12)
+    assert found["torch_save/600/effective_error"] == pytest.approx(0.1 * 8 / 12)
     # Step 4 was saved, so only the half step in flight is lost there; here, two more were.
     assert found["torch_save/600/simulated_share"] == pytest.approx(10 / 12, abs=0.01)
     assert "effective_share_10min" not in found  # lowdiff has no life here
@@ -81,3 +83,9 @@ def test_a_step_made_again_must_have_its_loss() -> None:
         refuse_other_bits("survivors", STRUCK, changed)
     # Error feedback went with the node, so the log's steps behind it may be others.
     assert refuse_other_bits("log", STRUCK, changed) == 0
+
+
+def test_a_life_does_not_age_while_another_training_has_its_turn() -> None:
+    turns = [Turn(102.0, 105.0, step_seconds=0.5), Turn(110.0, 111.0, step_seconds=0.5)]
+    own = [without_turns(when, turns) for when in (101.0, 103.0, 105.0, 107.0, 112.0)]
+    assert own == [101.0, 102.0, 102.0, 104.0, 108.0]
