@@ -55,8 +55,11 @@ def best(found: Summary) -> str:
 
 
 def _cells(found: Summary, key: str) -> list[str]:
+    effective, *others = (percent(found[f"{key}/{name}"]) for name in _SHARES)
+    error = found.get(f"{key}/effective_error")  # not with a single turn
     return [
-        *(percent(found[f"{key}/{name}"]) for name in _SHARES),
+        effective if error is None else f"{effective} ± {100 * error:.1f}",
+        *others,
         f"{found[f'{key}/steps_made_again']:.0f}",
         f"{found[f'{key}/new_step_seconds']:.1f} s",
     ]

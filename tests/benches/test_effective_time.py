@@ -8,6 +8,7 @@ from benches.bench_effective_time import drawn, summary_of
 from benches.effective_figures import life_of, refuse_other_bits, strikes_of
 from benches.effective_reference import Turn
 from benches.effective_supervisor import NODE, PROCESS, Strike, Struck, without_turns
+from benches.effective_tables import of_effective_time
 from benches.survivors_life import Line
 
 #: Killed after 4.5 s of steps of one second; the second attempt resumes at step 2.
@@ -70,6 +71,7 @@ def test_parts_of_wall_time_add_up_and_the_simulator_agrees() -> None:
     assert sum(shares) == pytest.approx(1.0)
     assert shares[0] == pytest.approx(8 / 12)
     assert found["torch_save/600/effective_error"] == pytest.approx(0.1 * 8 / 12)
+    assert "| 66.7 % ± 6.7 |" in of_effective_time(found)
     # Step 4 was saved, so only the half step in flight is lost there; here, two more were.
     assert found["torch_save/600/simulated_share"] == pytest.approx(10 / 12, abs=0.01)
     assert "effective_share_10min" not in found  # lowdiff has no life here
