@@ -32,8 +32,9 @@ _PATIENCE_SECONDS = 300.0
 _LAST_STEPS, _LAST_SECONDS = 3, 0.5
 #: Of a life between two turns of the reference, and the steps of one.
 _TURN_EVERY_SECONDS, _TURN_STEPS = 25.0, 6
-#: Of a life after a restart until the next turn.
-_SETTLING_SECONDS = 10.0
+#: Of a life from a restart to the next turn, and from a turn to the next failure: ranks that stood still must
+#: first tell each other that they live.
+_SETTLING_SECONDS, _WAKING_SECONDS = 10.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,7 @@ class Supervisor:
                 _send(pid, signal.SIGCONT)
         self.turns.append(Turn(began, time.time(), seconds))
         self._next_turn = self._now() + _TURN_EVERY_SECONDS
+        time.sleep(_WAKING_SECONDS)
 
     def _has_progress(self) -> bool:
         path = self._plan.folder / "diary"
