@@ -44,7 +44,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from typing_extensions import Self
 
 from benches.effective_figures import (
     figures_of,
@@ -127,24 +126,26 @@ def drawn(mean_steps: int, failures: int, seed: int) -> Drawn:
 
 
 class Bench:
-    """Trainings of all arms, one after the other, in folders of their own, in turns with a plain one."""
+    """Trainings of all arms, one after the other, in folders of their own.
 
-    def __init__(self, args: argparse.Namespace, where: Places) -> None:
-        self._args, self._where = args, where
+    Args:
+        args: Of the command line.
+        where: Their folders.
+        plain: Takes turns with them.
+    """
+
+    def __init__(self, args: argparse.Namespace, where: Places, plain: Reference) -> None:
+        self._args, self._where, self._plain = args, where, plain
+        self._turn_steps = _SMOKE_PLAIN_STEPS if args.smoke else _PLAIN_STEPS
         self._number = 0
-        self._plain = Reference(self._plan(PLAIN, 0))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._plain.close()
-
-    def save_seconds(self, arm: str, one: float) -> float:
+    def save_seconds(self, arm: str) -> float:
         """Time that a save costs: its call, or all that it takes of the steps, whichever is more."""
         plan = self._plan(arm, _PROBE_INTERVAL)
         saves = _SMOKE_PROBE_SAVES if self._args.smoke else _PROBE_SAVES
+        before = self._plain.step_seconds(self._turn_steps)
         lines = run_whole(plan, saves * _PROBE_INTERVAL)
+        one = (before + self._plain.step_seconds(self._turn_steps)) / 2
         removed(plan)
         calls = [line.checksum / 1e9 for line in lines if line.what == "saved" and line.rank == 0]
         ends = [line.when for line in lines if line.what == "saved" and line.rank == 0]
@@ -160,20 +161,18 @@ class Bench:
         return {
             "step_seconds": one,
             "compressed_step_seconds": compressed,
-            "save_seconds": {arm: self.save_seconds(arm, one) for arm in PERIODIC if arm in self._args.arms},
+            "save_seconds": {arm: self.save_seconds(arm) for arm in PERIODIC if arm in self._args.arms},
             "clock_seconds": _SMOKE_CLOCK_SECONDS if self._args.smoke else one,
             "cold_import_seconds": cold,
         }  # fmt: skip
 
     def _steps_seconds(self) -> tuple[float, float]:
         """A step without checkpoints, and one with compression, measured in turns."""
-        steps = _SMOKE_PLAIN_STEPS if self._args.smoke else _PLAIN_STEPS
-        compressed = Reference(self._plan(COMPRESSED, 0))
-        pairs = [
-            (self._plain.step_seconds(steps), compressed.step_seconds(steps))
-            for _ in range(_PLAIN_PAIRS)
-        ]
-        compressed.close()
+        with Reference(self._plan(COMPRESSED, 0)) as compressed:
+            pairs = [
+                (self._plain.step_seconds(self._turn_steps), compressed.step_seconds(self._turn_steps))
+                for _ in range(_PLAIN_PAIRS)
+            ]  # fmt: skip
         plain, other = map(statistics.mean, zip(*pairs, strict=True))
         return plain, other
 
@@ -327,14 +326,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = machine()
     args.out.mkdir(parents=True, exist_ok=True)
     ended = args.out / "effective_time.jsonl"
-    with places(args.out) as where, Bench(args, where) as bench:
-        measured(ended, args, bench)
+    told = Plan(PLAIN, ended, ended, 0, args.smoke, args.rows)
+    with places(args.out) as where, Reference(told) as plain:
+        measured(ended, args, Bench(args, where, plain))
     start, *lives = rows(ended)
     result = Result(
         name="effective_time",
         settings={
             **{key: value for key, value in vars(args).items() if key != "out"},
-            "parameters": sum(p.numel() for p in GPT(Plan("", ended, ended, 0, args.smoke).config).parameters()),
+            "parameters": sum(p.numel() for p in GPT(told.config).parameters()),
             "ranks": WORLD_SIZE,
             "compressor": repr(COMPRESSOR),
             "node_share": _NODE_SHARE,

@@ -214,8 +214,11 @@ def figures_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
 
 
 def plain_seconds(row: Mapping[str, Any]) -> float:
-    """Mean over a life's turns of what a step without checkpoints took."""
-    return float(statistics.mean(row["plain_seconds"]))
+    """What a step without checkpoints took in a life, from its turns.
+
+    The harmonic mean: turns come at equal intervals, and in one of these as many steps are made as it allows.
+    """
+    return float(statistics.harmonic_mean(row["plain_seconds"]))
 
 
 def _simulated(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -234,6 +234,7 @@ def _train(plan: Plan, attempt: int, rank: int, port: int) -> None:
             start = checkpointer.attach(training.module, training.optimizer)
             loop(start, lambda _: checkpointer.commit())
     else:
+        assert plan.arm in PERIODIC
         _save_in_intervals(plan, rank, training, diary, loop)
 
 

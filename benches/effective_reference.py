@@ -6,19 +6,23 @@ within a life, while the life's processes are stopped; such a turn is not in the
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
+from typing_extensions import Self
 
 from benches.effective_life import Plan, Training, join, new_store, processes
 from benches.survivors_life import WORLD_SIZE
 
 #: Steps of a turn that do not count: caches hold another training's data, and gradients' memory is cold.
 _WARM_UP = 2
+#: Steps before the first turn.
+_FIRST_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Turn:
 
 
 class Reference:
-    """Ranks that make steps when they are told, until ``close``."""
+    """Ranks that make steps when they are told; a context manager that leaves no process behind."""
 
     def __init__(self, plan: Plan) -> None:
         context, self._store = processes(), new_store()
@@ -55,18 +59,21 @@ class Reference:
             theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(ours)
             self._ranks.append(process)
+        self.step_seconds(_FIRST_STEPS)  # they are ready, and their memory is there
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.join()
 
     def step_seconds(self, steps: int) -> float:
         """Mean time of that many steps; a few are made before them."""
         for pipe in self._pipes:
             pipe.send(steps)
-        return max(float(pipe.recv()) for pipe in self._pipes)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._ranks:
-            process.kill()
-            process.join()
+        return statistics.mean(float(pipe.recv()) for pipe in self._pipes)
 
 
 def _serve(plan: Plan, rank: int, port: int, orders: Connection) -> None:
@@ -74,7 +81,7 @@ def _serve(plan: Plan, rank: int, port: int, orders: Connection) -> None:
     join(port, "reference", rank)
     training = Training(plan, rank)
     number = 0
-    with suppress(EOFError):  # nobody asks any more
+    try:
         while True:
             steps = orders.recv()
             for made in range(_WARM_UP + steps):
@@ -83,3 +90,5 @@ def _serve(plan: Plan, rank: int, port: int, orders: Connection) -> None:
                 training.step(number)
                 number += 1
             orders.send((time.monotonic() - begun) / steps)
+    except EOFError:  # nobody asks any more; Gloo's threads may wait for ever when they are torn down
+        os._exit(0)

@@ -6,6 +6,7 @@ with them. All arms start in the same way.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -32,9 +33,8 @@ _PATIENCE_SECONDS = 300.0
 _LAST_STEPS, _LAST_SECONDS = 3, 0.5
 #: Of a life between two turns of the reference, and the steps of one.
 _TURN_EVERY_SECONDS, _TURN_STEPS = 25.0, 6
-#: Of a life from a restart to the next turn, and from a turn to the next failure: ranks that stood still must
-#: first tell each other that they live.
-_SETTLING_SECONDS, _WAKING_SECONDS = 10.0, 1.0
+#: Of a life from its begin, or a restart, until the next turn.
+_SETTLING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Supervisor:
         plan.staging.mkdir(parents=True)
         self._context, self._store = processes(cold=cold), new_store()
         self.turns: list[Turn] = []
-        self._next_turn = 0.0
+        self._next_turn = math.inf
         self._attempt = -1
         self._ranks: list[BaseProcess] = []
 
@@ -128,7 +128,9 @@ class Supervisor:
             return [line.when for line in self.lines if line.what == "attached"]
 
         self._watch(lambda: len(attached()) >= WORLD_SIZE)
-        return max(attached())
+        began = max(attached())
+        self._next_turn = began + _SETTLING_SECONDS
+        return began
 
     def strike(self, strike: Strike, began: float) -> Struck:
         """Wait until a failure is due, let it happen, and start all ranks anew."""
@@ -159,6 +161,8 @@ class Supervisor:
             return bool(own) and max(own) == max(line.step for line in steps)
 
         self._watch(goes_on)
+        if self._reference is not None and not self.turns:
+            self._take_turn(self._reference)
         steps = [line for line in self.lines if line.what == "step" and line.rank == 0]
         in_reach = sum(line.when > self._now() - _LAST_SECONDS for line in steps)
         self.end_at(max(line.step for line in steps) + in_reach + _LAST_STEPS)
@@ -223,7 +227,6 @@ class Supervisor:
                 _send(pid, signal.SIGCONT)
         self.turns.append(Turn(began, time.time(), seconds))
         self._next_turn = self._now() + _TURN_EVERY_SECONDS
-        time.sleep(_WAKING_SECONDS)
 
     def _has_progress(self) -> bool:
         path = self._plan.folder / "diary"
@@ -248,7 +251,6 @@ def run(
         struck = [supervisor.strike(strike, began) for strike in strikes]
         lines = supervisor.end(began + horizon_seconds)
         plain = [turn.step_seconds for turn in supervisor.turns]
-    assert plain, "no turn came"
     return Ran(began, struck, lines, plain)
 
 
