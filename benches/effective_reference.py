@@ -90,5 +90,7 @@ def _serve(plan: Plan, rank: int, port: int, orders: Connection) -> None:
                 training.step(number)
                 number += 1
             orders.send((time.monotonic() - begun) / steps)
-    except EOFError:  # nobody asks any more; Gloo's threads may wait for ever when they are torn down
+    except (
+        EOFError
+    ):  # nobody asks any more; Gloo's threads may wait for ever when they are torn down
         os._exit(0)
