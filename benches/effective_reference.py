@@ -90,7 +90,5 @@ def _serve(plan: Plan, rank: int, port: int, orders: Connection) -> None:
                 training.step(number)
                 number += 1
             orders.send((time.monotonic() - begun) / steps)
-    except (
-        EOFError
-    ):  # nobody asks any more; Gloo's threads may wait for ever when they are torn down
-        os._exit(0)
+    except EOFError:
+        os._exit(0)  # nobody asks any more, and Gloo's threads may never end
