@@ -12,8 +12,8 @@ DDP's plain all-reduce, for the same number of steps from the same weights with 
 
 An entry that waits for its turn arrives late and large, so a compressor's best rate is not dense training's. Each
 is therefore tuned on the first seed: rates a factor of 2 apart, with more at the ends until the best lies between
-others; each rises over the first 20th of the steps and then falls by a cosine. Then, for those that have a warm-up of
-the density, whether one of a quarter of the steps is better. With what was best, the other seeds follow.
+others; each rises over the first 20th of the steps and then falls by a cosine. Those that have a warm-up of the
+density are tuned without and with one of a quarter of the steps. With what was best, the other seeds follow.
 
 Measured are the loss on what is held out after the last step, and the stored bytes per element of all ranks,
 coded as the log codes them. A compressor is within target if its mean over the seeds is at most two standard
@@ -263,6 +263,27 @@ def read(ended: Path) -> dict[Cell, Ended]:
     return {Cell(**row["cell"]): Ended(**row["ended"]) for row in rows}
 
 
+def best_of_rates(known: Mapping[Cell, Ended], first: Cell) -> Cell | list[Cell]:
+    """The best rate of an arm on the first seed, or what must end before it is known.
+
+    Args:
+        known: What has ended.
+        first: The arm's training with the first seed; its rate does not count.
+    """
+    tried = list(_RATES)
+    while True:
+        cells = [replace(first, rate=rate) for rate in tried]
+        if missing := [cell for cell in cells if cell not in known]:
+            return missing
+        best = min(cells, key=lambda cell: known[cell].loss)
+        if best.rate == min(tried) > _LOWEST:
+            tried.append(best.rate / 2)
+        elif best.rate == max(tried) < _HIGHEST:
+            tried.append(best.rate * 2)
+        else:
+            return best
+
+
 def tuned(known: Mapping[Cell, Ended], first: Cell) -> Cell | list[Cell]:
     """The best setting of an arm on the first seed, or what must end before it is known.
 
@@ -270,24 +291,11 @@ def tuned(known: Mapping[Cell, Ended], first: Cell) -> Cell | list[Cell]:
         known: What has ended.
         first: The arm's training with the first seed; its rate and warm-up do not count.
     """
-    tried = list(_RATES)
-    while True:
-        plain = [replace(first, rate=rate, warmup=0) for rate in tried]
-        if missing := [cell for cell in plain if cell not in known]:
-            return missing
-        best = min(plain, key=lambda cell: known[cell].loss)
-        if best.rate == min(tried) > _LOWEST:
-            tried.append(best.rate / 2)
-        elif best.rate == max(tried) < _HIGHEST:
-            tried.append(best.rate * 2)
-        else:
-            break
-    if not isinstance(best.compressor, TopK):
-        return best
-    warm = replace(best, warmup=int(_WARMUP * best.steps))
-    if warm not in known:
-        return [warm]
-    return min(best, warm, key=lambda cell: known[cell].loss)
+    warmups = (0, int(_WARMUP * first.steps)) if isinstance(first.compressor, TopK) else (0,)
+    found = [best_of_rates(known, replace(first, warmup=steps)) for steps in warmups]
+    if missing := [cell for one in found if isinstance(one, list) for cell in one]:
+        return missing
+    return min((one for one in found if isinstance(one, Cell)), key=lambda cell: known[cell].loss)
 
 
 def chosen(
