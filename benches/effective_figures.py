@@ -1,4 +1,4 @@
-"""What became of a training's wall time: from the lines that ``effective_life`` noted to figures."""
+"""Figures of a training's wall time, from the lines that ``effective_life`` noted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKS = ("up", "joined", "made", "attached")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What one failure took.
+    """Costs of one failure.
 
     Attributes:
         kind: `PROCESS` or `NODE`.
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What one training did.
+    """Times and steps of one training.
 
     Attributes:
         wall_seconds: From the moment all ranks train to the end of the last step.
@@ -214,7 +214,7 @@ def figures_of(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
 
 
 def plain_seconds(row: Mapping[str, Any]) -> float:
-    """What a step without checkpoints took in a life, from its turns.
+    """Time of a step without checkpoints in a life, from its turns.
 
     The harmonic mean: turns come at equal intervals, and in one of these as many steps are made as it allows.
     """

@@ -58,7 +58,7 @@ _IMPORTED = ("benches.effective_figures", "benches.harness", "torch._dynamo")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a process is told.
+    """A training as its processes are told of it.
 
     Attributes:
         arm: One of `ARMS`, `PLAIN` or `COMPRESSED`.
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def stop_step(self) -> int:
-        """Where the training ends; -1 while nobody has said it."""
+        """Step at which the training ends; -1 while nobody has said it."""
         with suppress(FileNotFoundError):
             return int((self.folder / "stop").read_text())
         return -1
@@ -159,7 +159,7 @@ class SyncedSave(TorchSave):
 
 
 def processes(*, cold: bool = False) -> ForkServerContext | SpawnContext:
-    """What starts processes: forked from one that has imported everything, as a hot spare has; or ``cold`` ones."""
+    """Starter of processes: forked from one that has imported everything, as a hot spare has; or ``cold`` ones."""
     if cold:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

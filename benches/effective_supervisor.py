@@ -117,18 +117,14 @@ class Supervisor:
 
     @property
     def lines(self) -> list[Line]:
-        """What its processes noted so far, by the life's clock."""
+        """All that its processes noted so far, by the life's clock."""
         lines = Line.read(self._plan.folder)
         return [replace(line, when=without_turns(line.when, self.turns)) for line in lines]
 
     def began(self) -> float:
         """Wait until the first attempt trains on all ranks; when that was."""
-
-        def attached() -> list[float]:
-            return [line.when for line in self.lines if line.what == "attached"]
-
-        self._watch(lambda: len(attached()) >= WORLD_SIZE)
-        began = max(attached())
+        self._watch(self._trains)
+        began = max(self._attached())
         self._next_turn = began + _SETTLING_SECONDS
         return began
 
@@ -211,8 +207,12 @@ class Supervisor:
 
     def _trains(self) -> bool:
         """Whether all ranks of this attempt are at their steps."""
-        attached = [x for x in self.lines if (x.what, x.attempt) == ("attached", self._attempt)]
-        return len(attached) == WORLD_SIZE
+        return len(self._attached()) == WORLD_SIZE
+
+    def _attached(self) -> list[float]:
+        """When ranks of this attempt came to their steps."""
+        own = [line for line in self.lines if line.attempt == self._attempt]
+        return [line.when for line in own if line.what == "attached"]
 
     def _take_turn(self, reference: Reference) -> None:
         """Stop everything of the life while the reference makes its steps."""
