@@ -20,7 +20,7 @@ Restarts do not shrink with the step: with a step of T seconds they weigh 1/T ti
 ``..._start_scaled`` counts the start of processes (up, joined, model made) times T, all else as it was. Processes are
 forked from one that has imported PyTorch, as hot spares are; ``--cold`` starts Python anew.
 
-The default has two failures at 600 steps' time and one at 1,800, six arms: 80 minutes with a step of 0.24 s. ``--rows 32``
+The default has two failures at 600 steps' time and one at 1,800, six arms: two hours with a step of 0.33 s. ``--rows 32``
 makes steps, and all times between failures, four times as long: what lowdiff takes of each step weighs less then. A life
 that has ended is in ``effective_time.jsonl``, and a call with the same ``--out`` goes on behind it. A step that is
 made again must have the loss that it had, bit for bit.
