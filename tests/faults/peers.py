@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -37,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 #: Large enough that a save takes a while, small enough for a test.
 ELEMENTS = 1 << 22
 _CUT_BYTES = 4 << 10
-_NOT_HERE = {"torchsnapshot": "torchsnapshot", "Orbax": "orbax", "Lightning": "lightning"}
 
 State = dict[str, torch.Tensor]
 
@@ -181,12 +179,6 @@ def table(rounds: int, elements: int = ELEMENTS) -> list[dict[str, str]]:
             flips, cut = damaged(store, folder / f"damaged-{number}", elements, rounds)
             kill = killed(store, folder / f"killed-{number}", elements, max(2, rounds // 5))
             rows.append({"store": store, "flip": flips, "cut": cut, "kill": kill})
-        for store, module in _NOT_HERE.items():
-            if importlib.util.find_spec(module) is None:
-                absent = "not installed"
-            else:
-                absent = "installed, but this script does not drive it"
-            rows.append({"store": store, "flip": absent, "cut": absent, "kill": absent})
         flips, cut, kill = lowdiff_row(folder / "lowdiff", rounds)
         rows.append({"store": "**lowdiff**", "flip": flips, "cut": cut, "kill": kill})
     return rows
