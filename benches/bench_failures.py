@@ -1,4 +1,4 @@
-"""What the simulator says of a training that is killed, against the same training really killed.
+"""Compare the simulator of a training that is killed with the same training really killed.
 
     python -m benches.bench_failures --out DIR [--smoke]
 
@@ -53,7 +53,7 @@ TOLERANCE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure and what it really took.
+    """Costs of one failure, as they really were.
 
     Attributes:
         kind: 0 process, 1 node.
@@ -70,7 +70,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Reality:
-    """What a killed training did.
+    """Times and steps of a killed training.
 
     Attributes:
         wall_seconds: From the first life's first step to the last kill.
@@ -88,7 +88,7 @@ Line = tuple[str, int, float]
 
 
 def diary(where: Places) -> list[Line]:
-    """What happened, at which step, and when."""
+    """Read its lines: the event, the step, and seconds since 1970."""
     path = where.run.with_name("diary")
     lines = path.read_text().splitlines() if path.exists() else []
     return [(w, int(step), float(when)) for w, step, when in map(str.split, lines)]
@@ -129,7 +129,7 @@ def kill_along(trace: Trace, plan: LifePlan) -> list[tuple[float, list[Line]]]:
 
 
 def told(trace: Trace, killed: Sequence[tuple[float, list[Line]]]) -> Reality:
-    """What the diaries say of each failure but the last."""
+    """Read from the diaries how long steps and failures took, the last failure left out."""
     loops = [
         b - a
         for _, lines in killed
@@ -160,8 +160,12 @@ def told(trace: Trace, killed: Sequence[tuple[float, list[Line]]]) -> Reality:
     return Reality(killed[-1][0] - first, reached, loop, tuple(failures))
 
 
-def plain_step_seconds(plan: LifePlan) -> list[float]:
-    """Steps of the same training without a checkpointer, in a new process."""
+def plain_lives(plan: LifePlan) -> list[list[float]]:
+    """Time the steps of some lives of the same training without a checkpointer."""
+    return [_plain_life(plan) for _ in range(_PLAIN_LIVES)]
+
+
+def _plain_life(plan: LifePlan) -> list[float]:
     context = multiprocessing.get_context("spawn")
     with places(plan.where.run.parent / "plain") as where:
         bare = replace(plan, where=where, until=_PLAIN_STEPS, checkpoints=False)
@@ -216,9 +220,9 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
         where, _SMOKE_MODEL if args.smoke else _MODEL, 1 << 30, False,
         setting.snapshot_every, setting.batch_size, 1 if args.smoke else 8, args.seed,
     )  # fmt: skip
-    plain = [plain_step_seconds(plan) for _ in range(_PLAIN_LIVES)]
+    plain = plain_lives(plan)
     real = told(trace, kill_along(trace, plan))
-    plain += [plain_step_seconds(plan) for _ in range(_PLAIN_LIVES)]
+    plain += plain_lives(plan)
     step_seconds = float(np.mean(plain))
     folder = RunFolder(where.run)
     lives = [

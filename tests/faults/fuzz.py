@@ -145,7 +145,8 @@ def fuzz_guided(segment: Path, folder: Path, seconds: int) -> Outcome:
     for line in done.stderr.splitlines():
         if "number_of_executed_units" in line:
             outcome.rounds = int(line.split()[-1])
-            outcome.found["records read, or refused"] = outcome.rounds
     if done.returncode:
         outcome.lose(done.stderr[-500:])
+    else:
+        outcome.found["records read, or refused"] = outcome.rounds
     return outcome
