@@ -1,11 +1,11 @@
-"""An optimizer's own arithmetic in one call that does not hold Python's lock.
+"""An optimizer's own kernels over lists of tensors, where they have the bits of those tensor by tensor.
 
-``Optimizer.step`` of a default CPU optimizer runs some fifteen kernels, and takes Python's lock
-back after each. Two replay workers then wait for one another most of the time. torch writes the
-functional form of most optimizers so that TorchScript can compile it: the same kernels in the same
-order, run by torch's interpreter with the lock released once. Nothing is fused on the CPU, so the
-bits stay; every compiled form is nevertheless compared with the real step before it is used, and
-where torch offers none, or it differs, the real step runs.
+A default CPU optimizer goes from tensor to tensor and runs some fifteen kernels for each; Python takes
+longer than the kernels where tensors are small, and two replay workers wait for each other's hold of
+Python's lock. With ``foreach=True`` torch makes one call for each kernel and all tensors, and on a CPU
+that call runs the very kernels of the loop. Of the classes in `_SAME_BITS` it also runs them in the same
+order; whether that holds for the hyper-parameters at hand, and in the torch at hand, is tried on small
+tensors before lists are used.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import types
-import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
-from torch.jit.frontend import FrontendError
+
+from lowdiff.recovery.compare import has_same_bits
 
 _Step = Callable[[torch.optim.Optimizer], object]
 
-#: One vector body, several tails; and calls enough for the interpreter to have settled on a graph.
+#: Others compute some factor in another order, or as a tensor, where they step lists.
+_SAME_BITS = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop", "Rprop", "SGD")
+)
+#: One vector body, several tails; and steps enough for every kind of state to be there and be used.
 _PROBE_ELEMENTS, _PROBE_STEPS = 203, 4
-#: Compiled code hands some numbers to kernels as tensors, and for float16 and bfloat16 these are rounded
-#: otherwise than plain numbers are: rarely, so that a probe may not see it.
-_LEAST_COMPILED_BYTES = 4
+#: For narrower elements a number that is handed over as a tensor is rounded otherwise than a plain one:
+#: rarely, so that a probe may not see it.
+_LEAST_ELEMENT_BYTES = 4
 
 
 class StepChooser:
@@ -39,13 +43,13 @@ class StepChooser:
         self._chosen: dict[tuple[Any, ...], _Step] = {}
 
     def choose(self, optimizer: torch.optim.Optimizer) -> _Step:
-        """The fastest function that gives the bits of ``optimizer.step()``, without its hooks."""
+        """Return the fastest function that gives the bits of ``optimizer.step()``, without its hooks."""
         # Asked at every step of every block, so it looks no closer than it must: types decide
-        # whether compiled code takes its arguments.
+        # whether lists are taken.
         key = (type(optimizer), *(_types(group) for group in optimizer.param_groups))
         found = self._chosen.get(key)
         if found is None:
-            with self._lock:  # TorchScript's compiler is not made for two threads
+            with self._lock:  # one probe of each kind is enough
                 found = self._chosen[key] = _fastest(optimizer)
         return found
 
@@ -57,63 +61,93 @@ def _types(group: Mapping[str, Any]) -> tuple[Any, ...]:
         frozenset({parameter.dtype for parameter in group["params"]}),
         group.get("fused"),
         group.get("foreach"),
-        # A momentum of 0 makes no buffer, and then compiled code could not make one either.
-        *((type(v), bool(v)) if isinstance(v, (int, float)) else type(v) for v in group.values()),
+        *map(_type, group.values()),
     )
+
+
+def _type(value: object) -> object:
+    if isinstance(value, (int, float)):
+        return type(value), bool(value)  # a momentum of 0 makes no buffer
+    return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
 
 def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
     # The bare method: hooks and the profiler's record would cost as much as a small block.
     bare: _Step = inspect.unwrap(type(optimizer).step)
+    if type(optimizer) not in _SAME_BITS:
+        return bare
     if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
         return bare
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters(optimizer)
     if not all(p.is_cpu for p in parameters):
-        return bare  # kernels are only queued
-    if any(p.element_size() < _LEAST_COMPILED_BYTES for p in parameters):
+        return bare  # torch chooses lists by itself there
+    if any(p.element_size() < _LEAST_ELEMENT_BYTES for p in parameters):
         return bare
-    kind: Any = type(optimizer)
-    compiled = _compiled(kind)
-    return compiled if compiled is not None and _agree(optimizer, bare, compiled) else bare
+
+    candidates = (_adam_by_lists, partial(_by_lists, bare))
+    return next((c for c in candidates if _agree(optimizer, bare, c)), bare)
 
 
-@cache
-def _compiled(kind: type[Any]) -> _Step | None:
-    """``kind.step`` with its arithmetic compiled; None if torch cannot."""
-    step = inspect.unwrap(kind.step)
-    if not kind.__module__.startswith("torch.optim."):
-        return None
-    name = step.__module__.rpartition(".")[2]
-    functional = inspect.unwrap(step.__globals__.get(name, step))
-    single = getattr(functional, "__globals__", {}).get(f"_single_tensor_{name}")
-    if not isinstance(functional, types.FunctionType) or single is None:
-        return None
+def _by_lists(bare: _Step, optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer as if it had been made with ``foreach=True``."""
+    chosen = [group["foreach"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["foreach"] = True
     try:
-        with warnings.catch_warnings():
-            # torch means to give TorchScript up some day; then the real step is what remains.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            fast = torch.jit.script(single)
-    except (FrontendError, RuntimeError):
-        return None
-    inner = _with_globals(functional, {single.__name__: fast})
-    return _with_globals(step, {name: inner})
+        bare(optimizer)
+    finally:
+        for group, choice in zip(optimizer.param_groups, chosen, strict=True):
+            group["foreach"] = choice
 
 
-def _with_globals(function: types.FunctionType, names: Mapping[str, Any]) -> types.FunctionType:
-    """A copy of a function that sees other objects under some global names."""
-    made = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+class _NotMeant(Exception):
+    """Raised where a function does not know what an optimizer is set to."""
 
 
-def _agree(optimizer: torch.optim.Optimizer, bare: _Step, compiled: _Step) -> bool:
-    """Whether both forms leave the same bits, over steps of made-up gradients."""
+def _adam_by_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Step Adam or AdamW as usually set, without what torch does around their kernels.
+
+    In torch that takes as long as the kernels of a small unit, and holds Python's lock meanwhile.
+
+    Raises:
+        _NotMeant: If the optimizer is another one, or is set otherwise.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise _NotMeant
+    if any(p.grad is not None and p not in optimizer.state for p in _parameters(optimizer)):
+        inspect.unwrap(type(optimizer).step)(optimizer)  # makes the state
+        return
+    for group in optimizer.param_groups:
+        rate, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        is_usual = not any(group[key] for key in ("amsgrad", "maximize", "capturable", "differentiable"))
+        if not is_usual or not all(isinstance(n, float) for n in (rate, beta1, beta2)):
+            raise _NotMeant
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            continue
+        gradients = [p.grad for p in parameters]
+        states = [optimizer.state[p] for p in parameters]
+        averages, squares, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        torch._foreach_add_(steps, 1)
+        counts = [step.item() for step in steps]
+        if decay and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        elif decay:
+            gradients = torch._foreach_add(gradients, parameters, alpha=decay)
+        torch._foreach_lerp_(averages, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [(1 - beta2**count) ** 0.5 for count in counts])
+        torch._foreach_add_(roots, group["eps"])
+        sizes = [-(rate / (1 - beta1**count)) for count in counts]
+        torch._foreach_addcdiv_(parameters, averages, roots, sizes)
+
+
+def _agree(optimizer: torch.optim.Optimizer, bare: _Step, other: _Step) -> bool:
+    """Whether both functions leave the same bits, over steps of made-up gradients."""
     left, right = _small(optimizer), _small(optimizer)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_PROBE_STEPS):
@@ -124,12 +158,12 @@ def _agree(optimizer: torch.optim.Optimizer, bare: _Step, compiled: _Step) -> bo
         with torch.no_grad():
             bare(left)
             try:
-                compiled(right)
-            except (RuntimeError, TypeError):  # arguments of types that its signature excludes
+                other(right)
+            except (_NotMeant, RuntimeError, ValueError):  # a rate or a beta that is a tensor, say
                 return False
     return all(
-        _same(ours, theirs) and left.state[ours].keys() == right.state[theirs].keys()
-        and all(_same(v, right.state[theirs][k]) for k, v in left.state[ours].items())
+        has_same_bits(ours, theirs) and left.state[ours].keys() == right.state[theirs].keys()
+        and all(has_same_bits(v, right.state[theirs][k]) for k, v in left.state[ours].items())
         for ours, theirs in zip(_parameters(left), _parameters(right), strict=True)
     )  # fmt: skip
 
@@ -160,14 +194,3 @@ def _small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _same(left: Any, right: Any) -> bool:
-    if not isinstance(left, torch.Tensor):
-        return bool(left == right)
-    return (
-        left.dtype == right.dtype
-        and left.shape == right.shape
-        and bytes(left.reshape(-1).view(torch.uint8).numpy())
-        == bytes(right.reshape(-1).view(torch.uint8).numpy())
-    )

@@ -17,7 +17,7 @@ import lowdiff
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery.replay import kernels, optimizers
+from lowdiff.recovery.replay import optimizers
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
@@ -189,14 +189,43 @@ def test_what_cannot_be_replayed_is_refused_with_advice() -> None:
             class_name(kind([torch.nn.Parameter(torch.ones(3))]))
 
 
-COMPILED = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "RMSprop", "Rprop", "SGD")
+BY_LISTS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop", "Rprop", "SGD")
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_the_functional_form_is_compiled_where_torch_offers_one(name: str) -> None:
+@pytest.mark.parametrize("name", BY_LISTS)
+def test_lists_of_tensors_are_stepped_at_once_where_torch_keeps_the_bits(name: str) -> None:
     kind = getattr(torch.optim, name)
-    optimizer = kind([torch.nn.Parameter(torch.ones(70))], lr=0.1)
+    optimizer = kind([torch.nn.Parameter(torch.ones(70)) for _ in range(3)], lr=0.1)
     assert StepChooser().choose(optimizer) is not inspect.unwrap(kind.step)
+
+
+@pytest.mark.parametrize("name", ["ASGD", "NAdam", "RAdam", "Adafactor"])
+def test_an_optimizer_whose_lists_have_other_bits_steps_tensor_by_tensor(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    optimizer = kind([torch.nn.Parameter(torch.ones(7, 10)) for _ in range(3)], lr=0.1)
+    assert StepChooser().choose(optimizer) is inspect.unwrap(kind.step)
+
+
+def test_a_rate_that_is_a_tensor_is_stepped_as_it_was() -> None:
+    weight = torch.nn.Parameter(torch.ones(70))
+    tensor = torch.optim.AdamW([weight], lr=torch.tensor(0.1))
+    number = torch.optim.AdamW([weight], lr=0.1)
+    betas = torch.optim.AdamW([{"params": [weight], "betas": (torch.tensor(0.9), 0.99)}], lr=0.1)
+    chooser = StepChooser()
+    bare = inspect.unwrap(torch.optim.AdamW.step)
+    assert chooser.choose(number) is not bare
+    assert chooser.choose(tensor) is bare
+    assert chooser.choose(betas) is bare
+
+
+def test_the_choice_of_a_group_stays_as_it_was() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(70))])
+    before = [dict(group) for group in optimizer.param_groups]
+    step = StepChooser().choose(optimizer)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(70)
+    with torch.no_grad():
+        step(optimizer)
+    assert optimizer.param_groups == before
 
 
 def test_one_half_precision_parameter_in_a_unit_is_enough_for_the_real_step() -> None:
@@ -206,21 +235,6 @@ def test_one_half_precision_parameter_in_a_unit_is_enough_for_the_real_step() ->
     bare = inspect.unwrap(torch.optim.AdamW.step)
     assert chooser.choose(torch.optim.AdamW(norm)) is not bare
     assert chooser.choose(torch.optim.AdamW([*norm, bias])) is bare
-
-
-def test_a_compiled_step_is_tried_with_every_dtype_of_a_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[set[torch.dtype]] = []
-
-    def compiled(optimizer: torch.optim.Optimizer) -> None:
-        tried.append({p.dtype for group in optimizer.param_groups for p in group["params"]})
-
-    monkeypatch.setattr(kernels, "_compiled", lambda kind: compiled)
-    dtypes = (torch.float32, torch.float64)
-    parameters = [torch.nn.Parameter(torch.ones(70, dtype=dtype)) for dtype in dtypes]
-    StepChooser().choose(torch.optim.AdamW(parameters))
-    assert tried[0] == set(dtypes)
 
 
 @settings(max_examples=15)
