@@ -286,6 +286,8 @@ class Differential:
         residual: Where this rank's residual lies, if it lies in a staging slot.
         digests: CRC-32C of each parameter of this rank's share after the step, ascending by layout
             index; empty where none were taken.
+        state_digests: Layout index -> checksum of what the optimizer keeps of that parameter, see
+            `core.digest.state_digest`: of some parameters of this rank's share, at another step of others.
         averages: Name of a stateful object that is an average of the parameters -> what it did.
         written: What something else than the optimizer wrote to this rank's share.
         earlier: Optimizer steps of this loop body before the last one, which the attributes above
@@ -303,6 +305,7 @@ class Differential:
     items: Mapping[str, bytes] = field(default_factory=dict)
     residual: ResidualMark | None = None
     digests: tuple[int, ...] = ()
+    state_digests: Mapping[int, int] = field(default_factory=dict)
     averages: Mapping[str, AverageStep] = field(default_factory=dict)
     written: Written = field(default_factory=Written)
     earlier: tuple[EarlierStep, ...] = ()

@@ -18,6 +18,7 @@ import torch
 
 from lowdiff.core.events import Code
 from lowdiff.core.layout import shares_of
+from lowdiff.core.numerics import other_torch
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog
@@ -137,6 +138,7 @@ class Search:
         self._goes_back = goes_back
         self._damaged: list[int] = []
         self._unreadable: tuple[str, str] | None = None
+        self._versions_said: set[str] = set()
 
     def run(
         self,
@@ -170,6 +172,8 @@ class Search:
             self.goal = company.gather(plan and plan.step)[0]
             with company.together():
                 plan = plan or plan_best(self.catalog, self.goal)
+                if company.rank == 0:
+                    self._say_other_torch(plan)
                 own = reporting(options, progress, 0, len(plan.steps))
                 found = self._attempt_or_mismatch(plan, own, company)
             mismatch = [str(found), found.step] if isinstance(found, ReplayMismatch) else None
@@ -185,6 +189,49 @@ class Search:
             # What one rank cannot use, none does: all go back, and to the same step.
             del found  # where it is a state, another one takes its place
             self._learn(setbacks)
+
+    def _say_other_torch(self, plan: MemoryPlan | RecoveryPlan) -> None:
+        """Say which steps another version of PyTorch made than is about to replay them."""
+        steps_of: dict[str, list[int]] = {}
+        for step in plan.steps:
+            version = other_torch(self.catalog.incarnations[step.incarnation].environment)
+            if version is not None:
+                steps_of.setdefault(version, []).append(step.step)
+        for version, steps in steps_of.items():
+            if version not in self._versions_said:
+                self._versions_said.add(version)
+                Code.REPLAYED_WITH_OTHER_TORCH.warn(
+                    f"steps {steps[0]} to {steps[-1]} were made with torch {version} and are replayed with "
+                    f"torch {torch.__version__}; each is compared with the checksums recorded of it"
+                )
+
+    def _refuse_other_torch(
+        self, plan: MemoryPlan | RecoveryPlan, mismatch: ReplayMismatch
+    ) -> None:
+        """Give no step up that the version of PyTorch which made the step may still give.
+
+        Raises:
+            ReplayMismatch: If another version made the step that does not replay; with the ways out.
+        """
+        failed = plan.step if mismatch.step is None else mismatch.step
+        made_by = {step.step: step.incarnation for step in plan.steps}
+        fence = self.catalog.incarnations[made_by.get(failed, plan.incarnation)]
+        version = other_torch(fence.environment)
+        if version is None:
+            return
+        last: int | None = failed - 1
+        if isinstance(plan, MemoryPlan):
+            on_disk = recoverable(replace(self.catalog, staging=(), copies=()))
+            last = max((last for _, last in on_disk), default=None)
+        without = f"attach(..., step={last})"
+        if last is None:
+            without = "begin another run folder"
+        raise ReplayMismatch(
+            f"{mismatch}. No step is given up for that. Start the training once with torch {version}, up "
+            "to its close(), whose snapshot every version goes on from; or recover with that version. To "
+            f"go on without the steps up to {plan.step}: {without}",
+            step=failed,
+        )
 
     def _leave_out_what_others_lack(self, company: Company) -> None:
         """Go on with the snapshots that every rank sees whole.
@@ -254,6 +301,7 @@ class Search:
             refuse_lost_objects(state, [fences[number] for number in lives])
             return state
         except ReplayMismatch as error:
+            self._refuse_other_torch(plan, error)
             failed, why = error.step, str(error)
             if isinstance(plan, MemoryPlan) and (
                 not self._goes_back or failed is None or failed <= plan.common

@@ -221,10 +221,13 @@ class Session:
         return heard
 
     def _seal(self) -> Sealed:
-        recorder = self.recorder
+        recorder, number = self.recorder, self.recorder.step.number
         recorder.look_outside()
         with without_autocast(self._live.attached.device):
-            sealed = recorder.seal(thorough=self._schedule.is_audited(recorder.step.number))
+            sealed = recorder.seal(
+                thorough=self._schedule.is_audited(number),
+                snapshot_is_due=self._schedule.cadence.is_due(number),
+            )
         for name, size in self._live.tracker.large_items.items():
             text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
             self._warn_once(Code.LARGE_ITEM, name, text)

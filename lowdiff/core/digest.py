@@ -1,4 +1,4 @@
-"""Checksums of tensors: CRC-32C of a tensor's memory, whole or combined from blocks.
+"""Checksums of tensors and optimizer state: CRC-32C of their memory, whole or combined from blocks.
 
 The live run computes the checksum of every parameter. Replay holds a parameter only block by block
 and combines the same number: a CRC is linear, so each block adds its own checksum, shifted by the
@@ -15,7 +15,8 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.core.crc import BITS, power_of_x, times_x
-from lowdiff.core.layout import byte_view
+from lowdiff.core.layout import byte_view, flat_like, is_dense
+from lowdiff.types import ParameterSpec
 
 
 class Looker:
@@ -56,6 +57,38 @@ def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Return a copy of a tensor in memory of another order."""
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())
+
+
+def state_digest(checksums: Mapping[str, int]) -> int:
+    """Return the checksum of what an optimizer keeps of one parameter; 0 if that is nothing.
+
+    Args:
+        checksums: Key of each entry -> its checksum, see `entry_digests`.
+    """
+    ordered = sorted(checksums.items())
+    return join(number for key, value in ordered for number in (crc32c(key.encode()), value))
+
+
+def entry_digests(entries: Mapping[str, object], spec: ParameterSpec) -> dict[str, int]:
+    """Return the checksum of each tensor that an optimizer keeps of a parameter, or of a block of one.
+
+    Left out is what is no tensor, and tensors of classes of their own, whose memory need not be readable.
+
+    Args:
+        entries: Its state of the parameter; tensors on the host. Those of the parameter's shape are summed in
+            the memory order of the parameter, as its blocks are, others in their own.
+        spec: The parameter.
+    """
+    found = {}
+    for key, value in entries.items():
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        assert isinstance(value, torch.Tensor)
+        has_own_order = tuple(value.shape) != spec.shape
+        if has_own_order or not is_dense(value):
+            value = value.detach().contiguous()
+        found[str(key)] = crc32c(_bytes_of(value if has_own_order else flat_like(value, spec)))
+    return found
 
 
 def join(checksums: Iterable[int]) -> int:

@@ -24,6 +24,11 @@ def process_modes() -> tuple[str, str]:
     return str(torch.get_default_dtype()).removeprefix("torch."), precision
 
 
+def other_torch(environment: Environment) -> str | None:
+    """Return the version of PyTorch that a run was made with; None if it is the version of this process."""
+    return None if environment.torch_version == torch.__version__ else environment.torch_version
+
+
 def flushes_denormals() -> bool:
     """Return whether this thread flushes denormal numbers to zero."""
     return sys.float_info.min * 0.5 == 0.0

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lowdiff.core.digest import Looker, in_order, join
+from lowdiff.core.digest import Looker, entry_digests, in_order, join, state_digest
 from lowdiff.core.events import Code
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
@@ -21,7 +21,10 @@ from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.sharding import is_sharded, local_of
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
-from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
+from lowdiff.types import AverageStep, Bits, Layout, ParameterSpec, Written
+
+#: Steps in which every optimizer state has had its turn to be summed.
+_TURNS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,7 @@ class Seen:
 
     Attributes:
         digests: See `Differential.digests`.
+        states: See `Differential.state_digests`.
         averages: What averages did, with their digests.
         written: What something else than the optimizer wrote.
         own: One checksum of what others train as well of this rank's share; 0 where ranks are not compared.
@@ -38,6 +42,7 @@ class Seen:
     """
 
     digests: tuple[int, ...]
+    states: Mapping[int, int]
     averages: Mapping[str, AverageStep]
     written: Written
     own: int = 0
@@ -89,6 +94,7 @@ class Watch:
             [i for i in self._own if attached.owner[i] == index]
             for index in range(len(attached.optimizers))
         ]
+        self._turns = in_turns(attached.layout, self._own)
         self._parameters = Looker({i: attached.local(i) for i in attached.parameters})
         self._averages = {
             name: _Average([i for i in self._own if i in tensors], tensors)
@@ -129,17 +135,23 @@ class Watch:
         self._say(step, before)
         return Written(before)
 
-    def at_commit(self, step: int, averages: Mapping[str, AverageStep]) -> Seen:
+    def at_commit(
+        self, step: int, averages: Mapping[str, AverageStep], *, whole_state: bool
+    ) -> Seen:
         """Look at everything at the end of a step; forgets the step.
 
         Args:
             step: Number of the step that ends.
             averages: What every average did in it.
+            whole_state: Whether to look at what optimizers keep of the whole share, not only of the
+                parameters whose turn it is.
         """
         if not self._can_look:
-            return Seen((), averages, Written())
+            return Seen((), {}, averages, Written())
         done, written = self._look_at_all(step, averages)
-        seen = Seen(tuple(self._seen.values()), done, written)
+        turn = self._turns[step % len(self._turns)]
+        states = self._look_at_states(self._own if whole_state else turn)
+        seen = Seen(tuple(self._seen.values()), states, done, written)
         if not self._is_live or len(self._shares) == 1:
             return seen
         own = join(self._seen[i] for i in self._common[self._rank])
@@ -159,6 +171,16 @@ class Watch:
     def digests(self) -> dict[int, int]:
         """A checksum of every parameter that this rank trains as it is now, by layout index."""
         return self._parameters.look()
+
+    def _look_at_states(self, indices: Iterable[int]) -> dict[int, int]:
+        """Return the checksum of what an optimizer keeps of each of these parameters."""
+        attached = self._attached
+        found = {}
+        for i in indices:
+            state = attached.optimizers[attached.owner[i]].state.get(attached.parameters[i], {})
+            local = {key: local_of(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
+            found[i] = state_digest(entry_digests(local, attached.layout.parameters[i]))
+        return found
 
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]
@@ -222,6 +244,21 @@ class Watch:
             f"{sum(written[i].nbytes for i in news):,} bytes. This is said once per parameter",
             rank=self._rank,
         )
+
+
+def in_turns(layout: Layout, share: Iterable[int]) -> list[list[int]]:
+    """Divide a share of the parameters over `_TURNS` steps, evenly by elements.
+
+    Of parameters checksums are taken at every step, because what is wrong with one may never show in
+    another. What an optimizer keeps moves on from itself: a difference is still there at the next turn.
+    """
+    turns: list[list[int]] = [[] for _ in range(_TURNS)]
+    elements = [0] * _TURNS
+    for i in sorted(share, key=lambda i: (-layout.parameters[i].numel, i)):
+        turn = min(range(_TURNS), key=elements.__getitem__)
+        turns[turn].append(i)
+        elements[turn] += layout.parameters[i].numel
+    return turns
 
 
 class _Average:

@@ -197,11 +197,12 @@ class Recorder:
         if self.proofs.has_late_state:
             self.step.changes.add(Change.UNPROVEN_STATE)
 
-    def seal(self, *, thorough: bool) -> Sealed:
+    def seal(self, *, thorough: bool, snapshot_is_due: bool) -> Sealed:
         """Read the step that just ended; the same value again until the next step begins.
 
         Args:
             thorough: Whether to read frozen parameters whole that nothing says were written.
+            snapshot_is_due: Whether the step is one of which a snapshot is planned.
 
         Raises:
             UsageError: If sealing was broken off before, with several ranks.
@@ -214,11 +215,11 @@ class Recorder:
         # First, because the user's objects may raise: nothing has been read once by then.
         items = self._live.tracker.changed(thorough=thorough)
         step.begin_sealing(ranks=self._live.world_size)
-        step.seal(self._read(items))
+        step.seal(self._read(items, snapshot_is_due=snapshot_is_due))
         assert step.sealed is not None
         return step.sealed
 
-    def _read(self, items: dict[str, bytes]) -> Sealed:
+    def _read(self, items: dict[str, bytes], *, snapshot_is_due: bool) -> Sealed:
         step, live = self.step, self._live
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
@@ -230,7 +231,7 @@ class Recorder:
         averages, are_replayable = live.averages.commit()
         if not are_replayable:
             step.changes.add(Change.OUTSIDE)
-        seen = self.watch.at_commit(step.number, averages)
+        seen = self.watch.at_commit(step.number, averages, whole_state=snapshot_is_due)
         live.residual.copy(step.number)
         differential = Differential(
             step=step.number,
@@ -244,6 +245,7 @@ class Recorder:
             items=items,
             residual=live.residual.mark(),
             digests=seen.digests,
+            state_digests=seen.states,
             averages=seen.averages,
             written=seen.written,
             earlier=step.earlier,

@@ -28,6 +28,8 @@ from lowdiff.types import (
 #: Prefix of sections that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
 #: and ``written/average/INDEX/NAME``.
 _WRITTEN = "written/"
+#: Layout indices and checksums. Runs of before these were taken have no such key.
+_STATE_DIGESTS = "state_digests"
 #: Prefix of sections of a loop body's optimizer steps after the first.
 _LATER_STEP = "step/"
 
@@ -35,15 +37,17 @@ _LATER_STEP = "step/"
 def encode_scalars(differential: Differential) -> bytes:
     """Encode everything but the payload, as the meta part of a record."""
     residual = differential.residual
-    return encode(
-        {
-            "steps": [_step_part(step) for step in differential.steps],
-            "held": _numbers(differential.held),
-            "items": dict(differential.items),
-            "residual": residual and [residual.slot, residual.generation],
-            "digests": _numbers(differential.digests),
-        }
-    )
+    scalars: dict[str, Any] = {
+        "steps": [_step_part(step) for step in differential.steps],
+        "held": _numbers(differential.held),
+        "items": dict(differential.items),
+        "residual": residual and [residual.slot, residual.generation],
+        "digests": _numbers(differential.digests),
+    }
+    if differential.state_digests:
+        pairs = sorted(differential.state_digests.items())
+        scalars[_STATE_DIGESTS] = [_numbers(numbers) for numbers in zip(*pairs, strict=True)]
+    return encode(scalars)
 
 
 def sections_of(differential: Differential) -> tuple[Section, ...]:
@@ -122,6 +126,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digests=_tuple_of(scalars["digests"]),
+            state_digests=_pairs_of(scalars.get(_STATE_DIGESTS, (b"", b""))),
             averages=last.averages,
             written=last.written,
             earlier=tuple(earlier),
@@ -195,3 +200,8 @@ def _numbers(checksums: Sequence[int]) -> bytes:
 
 def _tuple_of(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<u4").tolist())
+
+
+def _pairs_of(data: Sequence[bytes]) -> dict[int, int]:
+    indices, checksums = data
+    return dict(zip(_tuple_of(indices), _tuple_of(checksums), strict=True))

@@ -38,6 +38,10 @@ from lowdiff.types import (
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
+#: PEP 440, without epochs; ``+cu130``, ``.dev20260101+cpu`` and ``a0+git1a2b3c`` are builds of torch.
+_VERSION = re.compile(
+    r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-zA-Z0-9]+([-_.][a-zA-Z0-9]+)*)?"
+)
 _RUNS_NAMED = 5
 #: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
 _PRECISIONS = ("highest", "high", "medium", "")
@@ -343,6 +347,8 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"staging {fence.staging[:80]!r}")
     if not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
+    if not _VERSION.fullmatch(environment.torch_version):
+        raise ValueError(f"torch_version {environment.torch_version[:40]!r} is no version")
     if (
         environment.default_dtype not in ITEM_BYTES
         or environment.matmul_precision not in _PRECISIONS

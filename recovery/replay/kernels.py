@@ -119,7 +119,9 @@ def _adam_by_lists(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         rate, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        is_usual = not any(group[key] for key in ("amsgrad", "maximize", "capturable", "differentiable"))
+        is_usual = not any(
+            group[key] for key in ("amsgrad", "maximize", "capturable", "differentiable")
+        )
         if not is_usual or not all(isinstance(n, float) for n in (rate, beta1, beta2)):
             raise _NotMeant
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -135,7 +137,7 @@ def _adam_by_lists(optimizer: torch.optim.Optimizer) -> None:
         if decay and group["decoupled_weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * decay)
         elif decay:
-            gradients = torch._foreach_add(gradients, parameters, alpha=decay)
+            gradients = [*torch._foreach_add(gradients, parameters, alpha=decay)]
         torch._foreach_lerp_(averages, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)

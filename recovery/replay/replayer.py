@@ -18,7 +18,7 @@ from typing_extensions import Self
 from lowdiff.compressors import from_settings
 from lowdiff.compressors.grouped import decoding
 from lowdiff.core.layout import shares_of
-from lowdiff.core.numerics import arithmetic_of
+from lowdiff.core.numerics import arithmetic_of, other_torch
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
@@ -39,6 +39,7 @@ from lowdiff.recovery.replay.sizing import (
 )
 from lowdiff.recovery.replay.unit import (
     Checksums,
+    Look,
     Movement,
     Scratch,
     Step,
@@ -251,11 +252,10 @@ class Replayer:
             workers = range(self._options.workers)
             jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
             results = [job.result() for job in jobs]
-        checksums: Checksums = {}
+        checksums = Checksums()
         moved = self._options.movements
         for of_worker, movements in results:
-            for key, value in of_worker.items():
-                checksums[key] = checksums.get(key, 0) ^ value
+            checksums.add(of_worker)
             if moved is not None:
                 for number, movement in movements.items():
                     moved[number] = moved.get(number, Movement()) + movement
@@ -267,7 +267,7 @@ class Replayer:
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]
     ) -> tuple[Checksums, dict[int, Movement]]:
-        checksums: Checksums = {}
+        checksums = Checksums()
         movements: dict[int, Movement] = {}
         torch.set_num_threads(self._threads)  # per thread; see threads_put_back
         scratch = Scratch(self._scratch_elements)
@@ -275,7 +275,7 @@ class Replayer:
         # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
         with torch.no_grad(), arithmetic_of(self._environment):
             for unit in queue:
-                looks: list[tuple[int, list[int]]] = []
+                looks: list[Look] = []
                 for step in window:
                     number = step.shards[0].step
                     with replaying(number):
@@ -285,11 +285,17 @@ class Replayer:
                             moved = unit.step_measured(step, scratch)
                             movements[number] = movements.get(number, Movement()) + moved
                     if step.is_digested:
-                        looks.append((number, unit.look()))
+                        looks.append(
+                            Look(number, unit.look(), unit.look_at_states(step.summed_states))
+                        )
                 unit.add_checksums(looks, checksums)
         return checksums, movements
 
     def _check(self, shard: Differential, checksums: Checksums) -> None:
+        version = other_torch(self._environment)
+        cause = "something that was not noticed wrote to it, to its gradient or to its optimizer's state"
+        if version is not None:
+            cause = f"torch {version} made the step, this is torch {torch.__version__}"
         check_digests(
             shard,
             self._shares[shard.rank],
@@ -297,8 +303,7 @@ class Replayer:
             checksums,
             self._fence,
             whose="the replayed parameters",
-            recorded_by=f"what rank {shard.rank} recorded: something that was not noticed wrote to "
-            "it, to its gradient or to its optimizer's state, or this machine rounds differently",
+            recorded_by=f"what rank {shard.rank} recorded: {cause}, or this machine rounds differently",
         )
 
 

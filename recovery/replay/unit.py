@@ -12,7 +12,7 @@ import torch
 
 from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
-from lowdiff.core.digest import Looker, Shift
+from lowdiff.core.digest import Looker, Shift, entry_digests, state_digest
 from lowdiff.core.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.core.numerics import arithmetic_of
 from lowdiff.errors import LowDiffError, ReplayMismatch
@@ -111,7 +111,12 @@ class Step:
     @property
     def is_digested(self) -> bool:
         """Whether the live run took checksums of it."""
-        return any(shard.digests for shard in self.shards)
+        return any(shard.digests or shard.state_digests for shard in self.shards)
+
+    @property
+    def summed_states(self) -> frozenset[int]:
+        """Layout indices of the parameters of whose optimizer state there is a checksum."""
+        return frozenset(i for shard in self.shards for i in shard.state_digests)
 
 
 def _joined(written: Sequence[Written]) -> Written:
@@ -127,9 +132,50 @@ def _joined(written: Sequence[Written]) -> Written:
     )
 
 
-#: ``(step, average, layout index)`` -> checksum; no name for the parameter itself. Of a parameter of
-#: several blocks each adds its part, by exclusive or.
-Checksums = dict[tuple[int, str, int], int]
+@dataclass(slots=True, eq=False)
+class Checksums:
+    """Checksums of what replay made; of a parameter of several blocks each adds its part, by exclusive or.
+
+    Attributes:
+        tensors: ``(step, average, layout index)`` -> checksum; no name for the parameter itself.
+        states: ``(step, layout index)`` -> key -> checksum of an optimizer's entry.
+    """
+
+    tensors: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    states: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+
+    def add_tensor(self, step: int, average: str, index: int, part: int) -> None:
+        """Add a block's part of a parameter's checksum, or of what an average holds of it."""
+        place = step, average, index
+        self.tensors[place] = self.tensors.get(place, 0) ^ part
+
+    def add_state(self, step: int, index: int, key: str, part: int) -> None:
+        """Add a block's part of the checksum of an entry of the optimizer's state."""
+        entries = self.states.setdefault((step, index), {})
+        entries[key] = entries.get(key, 0) ^ part
+
+    def add(self, others: Checksums) -> None:
+        """Add what another worker found."""
+        for place, part in others.tensors.items():
+            self.add_tensor(*place, part)
+        for (step, index), entries in others.states.items():
+            for key, part in entries.items():
+                self.add_state(step, index, key, part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """Checksums of a unit's blocks after a step.
+
+    Attributes:
+        step: The step.
+        tensors: Of parameters and averages, in the order of `UnitState.look`.
+        states: ``(place of the block in the unit, key)`` -> checksum, see `UnitState.look_at_states`.
+    """
+
+    step: int
+    tensors: Sequence[int]
+    states: Mapping[tuple[int, str], int]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
@@ -202,13 +248,20 @@ def check_digests(
                 step=shard.step,
             )
         for i, value in zip(known, digests, strict=False):
-            if i in held and value != found.get((shard.step, name, i), 0):
+            if i in held and value != found.tensors.get((shard.step, name, i), 0):
                 average = f" as {name!r} averages it" if name else ""
                 raise ReplayMismatch(
                     f"after step {shard.step}, {parameters[i].name!r} of {whose}{average} "
                     f"differs from {recorded_by}",
                     step=shard.step,
                 )
+    for i, value in shard.state_digests.items():
+        if i in held and value != state_digest(found.states.get((shard.step, i), {})):
+            raise ReplayMismatch(
+                f"after step {shard.step}, the optimizer's state of {parameters[i].name!r} of {whose} "
+                f"differs from {recorded_by}",
+                step=shard.step,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,24 +463,74 @@ class UnitState:
         """Checksums of this unit's blocks as they are now, in the order of `add_checksums`."""
         return [*self._looker.look(range(len(self._places))).values()]
 
-    def add_checksums(self, looks: Sequence[tuple[int, list[int]]], found: Checksums) -> None:
-        """Add what this unit holds of every parameter's checksum.
+    def look_at_states(self, wanted: Container[int]) -> dict[tuple[int, str], int]:
+        """Return checksums of what the optimizer keeps of this unit's blocks as it is now.
 
         Args:
-            looks: Steps, with what `look` returned after each.
+            wanted: Layout indices of the parameters that are looked at.
+
+        Returns:
+            By place of the block in the unit, and key. What is kept once for a parameter is in its first block.
+        """
+        found = {}
+        for place, (block, spec, parameter) in enumerate(self._pieces):
+            if block.parameter not in wanted:
+                continue
+            entries = self._entries(block, spec, parameter)
+            if block.start:
+                own = block.stop - block.start
+                entries = {k: v for k, v in entries.items() if is_aligned(k, v, own)}
+            for key, checksum in entry_digests(entries, spec).items():
+                found[place, key] = checksum
+        return found
+
+    def _entries(
+        self, block: Block, spec: ParameterSpec, parameter: torch.nn.Parameter
+    ) -> Mapping[str, Any]:
+        """What the optimizer keeps of a block, also before the optimizer is built."""
+        if self._optimizer is not None:
+            entries: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
+            return entries
+        return {
+            key: self._shape(spec, value[block.start : block.stop])
+            if is_aligned(key, value, spec.numel)
+            else value
+            for key, value in self._restored.state.get(spec.name, {}).items()
+        }
+
+    def add_checksums(self, looks: Sequence[Look], found: Checksums) -> None:
+        """Add what this unit holds of every parameter's checksum, and of its optimizer state's.
+
+        Args:
+            looks: At several steps.
             found: Added to.
         """
         for place, (average, block) in enumerate(self._places):
-            own: Sequence[int] = [look[place] for _, look in looks]
-            behind = self._layout.parameters[block.parameter].numel - block.stop
-            rest = behind * self._looked[place].element_size()
-            if rest:
-                if rest not in self._shifts:
-                    self._shifts[rest] = Shift(rest)
-                own = self._shifts[rest](own).tolist()
-            for (number, _), value in zip(looks, own, strict=True):
-                key = (number, average, block.parameter)
-                found[key] = found.get(key, 0) ^ value
+            size = self._looked[place].element_size()
+            own = self._shifted([look.tensors[place] for look in looks], block, size)
+            for look, value in zip(looks, own, strict=True):
+                found.add_tensor(look.step, average, block.parameter, value)
+        for place, key in dict.fromkeys(at for look in looks for at in look.states):
+            block, spec, parameter = self._pieces[place]
+            entry = self._entries(block, spec, parameter)[key]
+            is_cut = is_aligned(key, entry, block.stop - block.start)
+            seen = [look for look in looks if (place, key) in look.states]
+            parts: Sequence[int] = [look.states[place, key] for look in seen]
+            if is_cut:
+                parts = self._shifted(parts, block, entry.element_size())
+            for look, value in zip(seen, parts, strict=True):
+                found.add_state(look.step, block.parameter, key, value)
+
+    def _shifted(self, parts: Sequence[int], block: Block, element_bytes: int) -> Sequence[int]:
+        """Move a block's checksums past what follows the block in its parameter."""
+        behind = self._layout.parameters[block.parameter].numel - block.stop
+        rest = behind * element_bytes
+        if not rest:
+            return parts
+        if rest not in self._shifts:
+            self._shifts[rest] = Shift(rest)
+        shifted: list[int] = self._shifts[rest](parts).tolist()
+        return shifted
 
     def collect(self, state: RecoveredState) -> None:
         """Put the optimizer's state for these blocks where the full state lives."""

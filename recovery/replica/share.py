@@ -23,7 +23,14 @@ from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
-from lowdiff.recovery.replay.unit import Checksums, Scratch, Step, UnitState, check_digests
+from lowdiff.recovery.replay.unit import (
+    Checksums,
+    Look,
+    Scratch,
+    Step,
+    UnitState,
+    check_digests,
+)
 from lowdiff.recovery.replica.file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.state import (
     OptimizerState,
@@ -108,7 +115,7 @@ class Shard:
         differential = step.shards[0]
         number = differential.step
         assert number == self.step + 1
-        checksums: Checksums = {}
+        checksums = Checksums()
         is_resumed = bool((self.file.unit_steps >= number).any())
         units = self._units or self._built()
         with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
@@ -121,7 +128,8 @@ class Shard:
                 if is_due:
                     self._finish_unit(index, unit.unit, number, looked)
                 if step.is_digested:
-                    unit.add_checksums([(number, looked)], checksums)
+                    states = unit.look_at_states(step.summed_states)
+                    unit.add_checksums([Look(number, looked, states)], checksums)
         check_digests(
             differential,
             self._shares[differential.rank],

@@ -74,7 +74,8 @@ class Model:
         self.watch.after_step(optimizer)
 
     def commit(self, step: int = 1, *, updated: bool = False) -> Seen:
-        return self.watch.at_commit(step, {"ema": AverageStep(updated, "", 0.9, step)})
+        averages = {"ema": AverageStep(updated, "", 0.9, step)}
+        return self.watch.at_commit(step, averages, whole_state=False)
 
     def values(self, *indices: int) -> dict[int, Bits]:
         return {i: bits(flat(self.parameters[i]).clone()) for i in indices}
@@ -207,7 +208,7 @@ def test_an_average_that_the_step_does_not_name_is_let_alone() -> None:
     """Averages that replay cannot follow are stored as items."""
     made = Model()
     made.average[0].mul_(0.5)
-    seen = made.watch.at_commit(1, {})
+    seen = made.watch.at_commit(1, {}, whole_state=False)
     assert not seen.averages
     assert not seen.written.averages
 

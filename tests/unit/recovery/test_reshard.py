@@ -15,7 +15,7 @@ from lowdiff.recovery.reshard import first_holder, frozen_as, frozen_needed, res
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
-_ENVIRONMENT = Environment("cpu", "", "", "", 1, False, "", "float32", "highest")
+_ENVIRONMENT = Environment("cpu", "2.13.0", "", "", 1, False, "", "float32", "highest")
 
 
 def entries(tensor: str, shape: tuple[int, ...], cuts: list[list[int]], offset: int) -> Layout:

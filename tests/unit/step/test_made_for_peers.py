@@ -138,9 +138,13 @@ class Watches(Watch):
         for watch in self.of_ranks:
             watch.after_step(optimizer)
 
-    def at_commit(self, step: int, averages: Mapping[str, AverageStep]) -> Seen:
-        seen = super().at_commit(step, averages)
-        of_ranks = [watch.at_commit(step, averages) for watch in self.of_ranks]
+    def at_commit(
+        self, step: int, averages: Mapping[str, AverageStep], *, whole_state: bool
+    ) -> Seen:
+        seen = super().at_commit(step, averages, whole_state=whole_state)
+        of_ranks = [
+            watch.at_commit(step, averages, whole_state=whole_state) for watch in self.of_ranks
+        ]
         self.report.append([*(in_bytes(of.written) for of in of_ranks), in_bytes(seen.written)])
         return seen
 

@@ -47,7 +47,7 @@ def deaths() -> Iterator[Death]:
 
 def fence(number: int, parent: int | None, base: int, rank: int) -> Fence:
     """A fence of one rank."""
-    nowhere = Environment("cpu", "", "", "", 1, False, "", "float32", "highest")
+    nowhere = Environment("cpu", "2.13.0", "", "", 1, False, "", "float32", "highest")
     identity = RUN, number, parent, base, rank, WORLD_SIZE
     return Fence(*identity, nowhere, Layout(()), (), {"name": "none"}, {}, life="0" * 32)
 

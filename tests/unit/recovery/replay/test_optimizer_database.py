@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lowdiff
+from lowdiff.core.digest import entry_digests
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
@@ -21,7 +22,7 @@ from lowdiff.recovery.replay import optimizers
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
-from lowdiff.recovery.replay.unit import Scratch, Step, UnitState
+from lowdiff.recovery.replay.unit import Checksums, Look, Scratch, Step, UnitState
 from lowdiff.recovery.state import SCALAR_STATE, OptimizerState, RecoveredState
 from lowdiff.types import (
     Block,
@@ -117,13 +118,19 @@ def assert_units_replay(
         UnitState(unit, state, fence, chooser)
         for unit in plan_units(state, fence, ReplayOptions(block_elements=64))
     ]
+    found, everything = Checksums(), range(len(parameters))
     with torch.no_grad():
         for unit in units:
             scratch = Scratch(unit.unit.scratch_elements)
             for step in steps:
                 unit.step(step, scratch)
+            look = Look(STEPS, unit.look(), unit.look_at_states(everything))
+            unit.add_checksums([look], found)
         for unit in units:
             unit.collect(state)
+    for i, p in enumerate(parameters):
+        kept = entry_digests(optimizer.state[p], fence.layout.parameters[i])
+        assert found.states.get((STEPS, i), {}) == kept
     for i, p in enumerate(parameters):
         assert same(state.parameters[f"p{i}"], flat(p)), f"parameter {i}"
     recovered = state.optimizer_state_dict()["state"]

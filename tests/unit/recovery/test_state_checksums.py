@@ -1,0 +1,157 @@
+"""What optimizers keep is summed by the live run, and compared by whoever replays its steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.core.digest import entry_digests, state_digest
+from lowdiff.core.layout import spec_of
+from lowdiff.errors import ReplayMismatch
+from lowdiff.model.watch import in_turns
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.values import same
+from lowdiff.persistence.run.catalog import scan
+from lowdiff.types import Differential, Layout
+from tests.unit.loops import Loop
+
+WRITTEN, LAST = 12, 14
+NEVER = {"snapshot_every": 1000}
+
+
+class Own(torch.Tensor):
+    """A tensor of a class of its own, as those of 8-bit optimizers are."""
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def one_weight(folder: Path, **settings: Any) -> Loop:
+    """A training with a single parameter, whose turn to be summed is every fourth step."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 3, bias=False)
+    return Loop(folder, model, make=momentum, settings=NEVER | settings)
+
+
+def live(folder: Path, until: int, written: int, **settings: Any) -> Loop:
+    """Train and die; behind the last optimizer step of ``written`` its state changes unnoticed."""
+    loop = one_weight(folder, **settings)
+    loop.attach()
+    for number in loop.checkpointer.steps(until):
+        loop.step(number)
+        if number + 1 == written:
+            # Neither the parameter nor a version counter tells.
+            buffer = loop.optimizer.state[loop.model.get_parameter("weight")]["momentum_buffer"]
+            buffer.data[0, 0] += 1
+    loop.die()
+    return loop
+
+
+def records(folder: Path) -> list[Differential]:
+    catalog = scan(RunFolder(folder / "run"), [folder / "staging"])
+    records = catalog.of(0, 0)
+    return [read_differential(records[step], Codec()) for step in range(1, records.newest + 1)]
+
+
+def recover(folder: Path, step: int | None = None) -> lowdiff.RecoveredState:
+    return lowdiff.recover(folder / "run", step, staging=folder / "staging")
+
+
+def test_a_state_that_the_step_did_not_make_is_not_returned_as_the_steps(tmp_path: Path) -> None:
+    live(tmp_path, WRITTEN, WRITTEN)
+    with pytest.raises(ReplayMismatch, match=r"after step 12, the optimizer's state of 'weight'"):
+        recover(tmp_path, WRITTEN)
+    assert recover(tmp_path).step == WRITTEN - 1
+
+
+def test_training_goes_on_before_such_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live(tmp_path, WRITTEN, WRITTEN)
+    loop = one_weight(tmp_path)
+    assert loop.attach() == WRITTEN - 1
+    assert "the optimizer's state of 'weight'" in caplog.text
+    loop.checkpointer.close()
+
+
+def test_every_state_has_its_turn_within_four_steps(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make=momentum, settings=NEVER)
+    loop.attach()
+    for number in loop.checkpointer.steps(8):
+        loop.step(number)
+    loop.die()
+    found = [set(differential.state_digests) for differential in records(tmp_path)]
+    number = len(list(loop.model.parameters()))
+    for first in (0, 4):
+        assert sorted(i for own in found[first : first + 4] for i in own) == list(range(number))
+
+
+def test_at_a_planned_snapshot_all_are_summed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make=momentum, settings={"snapshot_every": 3})
+    loop.attach()
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+    loop.die()
+    last = records(tmp_path)[2]
+    live_state = {i: loop.optimizer.state[p] for i, p in enumerate(loop.model.parameters())}
+    assert set(last.state_digests) == set(live_state)
+
+
+def test_the_checksum_is_of_what_the_optimizer_kept_at_the_step(tmp_path: Path) -> None:
+    loop = one_weight(tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+    weight = loop.model.get_parameter("weight")
+    kept = entry_digests(loop.optimizer.state[weight], spec_of("weight", weight))
+    loop.die()
+    assert records(tmp_path)[3].state_digests == {0: state_digest(kept)}
+
+
+def test_a_run_without_such_checksums_is_replayed_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lowdiff wrote before it took them: the same format without a key."""
+    monkeypatch.setattr("lowdiff.model.watch.Watch._look_at_states", lambda *_: {})
+    loop = Loop(tmp_path, make=momentum, settings=NEVER)
+    loop.attach()
+    for number in loop.checkpointer.steps(LAST):
+        loop.step(number)
+    loop.die()
+    assert not any(differential.state_digests for differential in records(tmp_path))
+    state = recover(tmp_path)
+    assert state.step == LAST
+    assert same(state.optimizer_state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+def test_keys_and_memory_order_count() -> None:
+    spec = spec_of("weight", torch.zeros(4, 3, 5, 2).to(memory_format=torch.channels_last))
+    values = torch.randn(4, 3, 5, 2)
+    inner = values.to(memory_format=torch.channels_last)
+    assert entry_digests({"a": values}, spec) == entry_digests({"a": inner}, spec)
+    assert state_digest({"a": 1, "b": 2}) != state_digest({"a": 2, "b": 1})
+    assert state_digest({"a": 1, "b": 2}) == state_digest({"b": 2, "a": 1})
+    assert state_digest({}) == 0
+    # Neither what is no tensor nor one of a class of its own.
+    own = torch.zeros(3).as_subclass(Own)
+    assert entry_digests({"n": 3, "own": own, "one": torch.ones(())}, spec).keys() == {"one"}
+    holes = torch.randn(6, 2)[:, 0]
+    assert entry_digests({"a": holes}, spec) == entry_digests({"a": holes.clone()}, spec)
+
+
+def test_turns_are_even() -> None:
+    specs = [spec_of(f"p{i}", torch.empty(n)) for i, n in enumerate([1000, 10, 400, 600, 990, 1])]
+    offsets = [sum(spec.numel for spec in specs[:i]) for i in range(len(specs))]
+    layout = Layout(tuple(replace(spec, offset=o) for spec, o in zip(specs, offsets, strict=True)))
+    turns = in_turns(layout, range(len(specs)))
+    assert sorted(i for turn in turns for i in turn) == [0, 1, 2, 3, 4, 5]
+    assert sorted(sum(specs[i].numel for i in turn) for turn in turns) == [411, 600, 990, 1000]
