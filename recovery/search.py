@@ -193,10 +193,10 @@ class Search:
     def _say_other_torch(self, plan: MemoryPlan | RecoveryPlan) -> None:
         """Say which steps another version of PyTorch made than is about to replay them."""
         steps_of: dict[str, list[int]] = {}
-        for step in plan.steps:
-            version = other_torch(self.catalog.incarnations[step.incarnation].environment)
+        for step, incarnation in _replayed_by(plan).items():
+            version = other_torch(self.catalog.incarnations[incarnation].environment)
             if version is not None:
-                steps_of.setdefault(version, []).append(step.step)
+                steps_of.setdefault(version, []).append(step)
         for version, steps in steps_of.items():
             if version not in self._versions_said:
                 self._versions_said.add(version)
@@ -214,8 +214,8 @@ class Search:
             ReplayMismatch: If another version made the step that does not replay; with the ways out.
         """
         failed = plan.step if mismatch.step is None else mismatch.step
-        made_by = {step.step: step.incarnation for step in plan.steps}
-        fence = self.catalog.incarnations[made_by.get(failed, plan.incarnation)]
+        made_by = _replayed_by(plan).get(failed, plan.incarnation)
+        fence = self.catalog.incarnations[made_by]
         version = other_torch(fence.environment)
         if version is None:
             return
@@ -342,6 +342,15 @@ class Search:
         if any(s.memory for s in setbacks):
             self.catalog = replace(self.catalog, staging=(), copies=())
         self.goal = min((s.last for s in setbacks if s.last is not None), default=self.goal)
+
+
+def _replayed_by(plan: MemoryPlan | RecoveryPlan) -> dict[int, int]:
+    """Return the steps that a plan replays, ascending, each with the incarnation that made it."""
+    steps = {step.step: step.incarnation for step in plan.steps}
+    if isinstance(plan, MemoryPlan):
+        first = min(source.step for source in plan.sources) + 1
+        steps = dict.fromkeys(range(first, plan.common + 1), plan.incarnation) | steps
+    return steps
 
 
 def reporting(
