@@ -374,13 +374,34 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
 def unlike(
     state: RecoveredState, items: Mapping[str, bytes], stateful: Mapping[str, Stateful]
 ) -> list[str]:
-    """Names of stateful objects that do not return the state that they were given."""
+    """Names of stateful objects that do not return the state that they were given.
+
+    An object may have gained attributes since its state was stored: schedulers do from one version of
+    PyTorch to the next. What it has in addition is no difference.
+    """
     return [
         name
         for name, thing in stateful.items()
         if STATEFUL_ITEM + name in items
-        and not _is_same_value(thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items))
+        and not _holds(thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items))
     ]
+
+
+def _holds(live: Any, known: Any) -> bool:
+    """Whether a state holds all of another one, which may lack keys; so do states in a list in it.
+
+    Those are of schedulers that others consist of. Deeper down a key is the object's data.
+    """
+    if not (isinstance(live, dict) and isinstance(known, dict)):
+        return _is_same_value(live, known)
+    if not known.keys() <= live.keys():
+        return False
+    return all(
+        len(live[key]) == len(value) and all(map(_holds, live[key], value))
+        if type(value) is type(live[key]) is list
+        else _is_same_value(live[key], value)
+        for key, value in known.items()
+    )
 
 
 def _is_same_value(live: Any, known: Any) -> bool:
