@@ -157,12 +157,12 @@ def _agree(optimizer: torch.optim.Optimizer, bare: _Step, other: _Step) -> bool:
             gradient = torch.randn(_PROBE_ELEMENTS, generator=generator, dtype=torch.float64)
             ours.grad = gradient.to(ours.dtype)
             theirs.grad = gradient.to(ours.dtype)
-        with torch.no_grad():
-            bare(left)
-            try:
+        try:
+            with torch.no_grad():
+                bare(left)
                 other(right)
-            except (_NotMeant, RuntimeError, ValueError):  # a rate or a beta that is a tensor, say
-                return False
+        except (_NotMeant, LookupError, RuntimeError, ValueError):
+            return False  # a rate that is a tensor, or state that only a constructor makes, say
     return all(
         has_same_bits(ours, theirs) and left.state[ours].keys() == right.state[theirs].keys()
         and all(has_same_bits(v, right.state[theirs][k]) for k, v in left.state[ours].items())

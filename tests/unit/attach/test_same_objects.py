@@ -89,7 +89,8 @@ class Moving(nn.Module):
         return moved
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # since PyTorch 2.14
 def test_buffers_that_a_scripted_module_replaces_are_recorded(tmp_path: Path) -> None:
     def life(loop: Loop, until: int, *, dies: bool) -> Any:
         torch.manual_seed(0)

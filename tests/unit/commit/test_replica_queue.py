@@ -281,7 +281,7 @@ def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
 
 
 def test_a_step_between_images_is_said_to_have_none_not_to_be_lost(tmp_path: Path) -> None:
-    life = Life(tmp_path, snapshot_every=4)
+    life = Life(tmp_path, snapshot_every=4, retention=None)
     life.run(6)
     life.checkpointer.close()
     made = r"step 1 was made without a compressor.*keeps no differentials.* comes? back"

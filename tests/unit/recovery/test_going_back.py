@@ -79,7 +79,7 @@ def damp(step: int, loop: Loop) -> None:
 
 #: Of each: how it trains and whether it dies, which snapshot is damaged, and where that leads back to.
 ONLY_BY_SNAPSHOT: dict[str, tuple[dict[str, Any], bool, int, int]] = {
-    "no compressor": ({"settings": {"compressor": None}}, False, 8, 4),
+    "no compressor": ({"settings": {"compressor": None, "snapshot_every": 1000}}, False, 8, 4),
     "changed outside the optimizer": ({"inside": damp}, True, 7, 6),
 }
 

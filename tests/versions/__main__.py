@@ -1,0 +1,276 @@
+"""Which versions of Python, PyTorch and NumPy were run: ``python -m tests.versions --out docs/results``.
+
+Each gets an environment of its own, one at a time, which is removed afterwards unless ``--keep`` names a
+folder. In the first round each environment runs the tests of exactness, crash and recovery, and writes
+runs; in the second each recovers the runs of all. ``versions.json`` has everything, ``versions.md`` the
+tables. A run of another version comes back exact, or is refused with both versions named; anything else,
+or a failed test, is exit status 1.
+
+A PyTorch with CUDA takes 3 GB of downloads and 7 GB of disk, so none of this is part of CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benches.harness import machine
+
+ROOT = Path(__file__).parents[2]
+TESTED = ("golden", "contract", "crash", "unit/recovery", "unit/step")
+MARKERS = "not slow and not gpu and not framework"
+#: Python, PyTorch and NumPy, as pip writes versions; no NumPy takes what pip does. The first PyTorch is
+#: the oldest that setup.cfg allows, and with it the oldest NumPy that has wheels for that Python.
+ROWS = (
+    "python3.10 2.10.0 1.23.5",
+    "python3.12 2.11.0",
+    "python3.11 2.13.0",
+    "python3.13 2.15.0",
+)
+_SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One environment.
+
+    Attributes:
+        python: Command of the interpreter.
+        torch: Version.
+        numpy: Version; empty for what pip takes.
+    """
+
+    python: str
+    torch: str
+    numpy: str = ""
+
+    @property
+    def name(self) -> str:
+        """Short, as a folder and in tables."""
+        return f"torch-{self.torch}"
+
+
+@dataclass(slots=True)
+class Tried:
+    """What came of one environment.
+
+    Attributes:
+        python: Version of Python.
+        torch: Version, with its build.
+        numpy: Version.
+        passed: Number of tests that passed.
+        failed: Names of those that did not.
+        skipped: Number of tests that lack something there.
+        unwritten: Trainings that could not be run there -> why.
+        bits: Rows of arithmetic -> digest of the result.
+        recovered: Name of an environment -> training -> step -> ``exact``, ``refused`` or what else.
+    """
+
+    python: str
+    torch: str = ""
+    numpy: str = ""
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: int = 0
+    unwritten: dict[str, str] = field(default_factory=dict)
+    bits: dict[str, str] = field(default_factory=dict)
+    recovered: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all tests passed, and no run came back wrong or was refused without a reason."""
+        outcomes = [
+            o for runs in self.recovered.values() for run in runs.values() for o in run.values()
+        ]
+        return self.passed > 0 and not self.failed and {*outcomes} <= {"exact", "refused"}
+
+
+def made(row: Row, folder: Path) -> Path:
+    """Make an environment, unless it is there; returns its Python."""
+    own = folder / "bin" / "python"
+    if own.exists():
+        return own
+    subprocess.run([row.python, "-m", "venv", str(folder)], check=True)
+    pip = [str(own), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pinned = folder / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    free = (
+        ("torch", "numpy", "setuptools")
+        if row.numpy == ""
+        else ("torch", "numpy", "scipy", "scikit-learn")
+    )
+    pinned.write_text(
+        "\n".join(line for line in lines if not line.startswith(tuple(f"{n}=" for n in free)))
+    )
+    numpy = f"numpy=={row.numpy}" if row.numpy else "numpy"
+    subprocess.run([*pip, f"torch=={row.torch}", numpy], check=True)
+    # Again by their versions: a requirement of the tests must not move them.
+    subprocess.run(
+        [*pip, "-c", str(pinned), f"torch=={row.torch}", numpy, f"{ROOT}[dev]"], check=True
+    )
+    # The tests run in the checkout, whose modules are found first.
+    subprocess.run([str(own), "-m", "pip", "uninstall", "-q", "-y", "lowdiff"], check=True)
+    return own
+
+
+def tested(python: Path, row: Tried, selection: Sequence[str]) -> None:
+    """Run the tests there."""
+    words = [str(python), "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-n", "2"]
+    result = subprocess.run(
+        [*words, "--dist", "worksteal", "-m", MARKERS, *(f"tests/{name}" for name in selection)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = result.stdout.splitlines()
+    counts = {what: int(n) for n, what in _SUMMARY.findall(lines[-1] if lines else "")}
+    row.passed, row.skipped = counts.get("passed", 0), counts.get("skipped", 0)
+    row.failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if not row.passed:
+        row.failed.append(f"pytest ended with {result.returncode}: {result.stdout[-300:]}")
+
+
+def asked(python: Path, action: str, folder: Path) -> dict[str, Any]:
+    """Have an environment write or read runs; returns what it says of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [str(python), "-W", "ignore", "-m", "tests.versions.written", action, str(folder)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"{' '.join(words)}: {result.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def tables(tried: Mapping[str, Tried]) -> str:
+    """Return what was run, which runs came back where, and which arithmetic differs, as Markdown."""
+    lines = [
+        "| PyTorch | Python | NumPy | tests passed | failed | skipped |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in tried.values():
+        counts = [f"{row.passed:,}", str(len(row.failed)), str(row.skipped)]
+        lines.append(f"| {' | '.join([row.torch, row.python, row.numpy, *counts])} |")
+    lines += [
+        "",
+        "Steps of runs that one version made (rows) and another recovered (columns): exact, or refused.",
+        "",
+    ]
+    lines += [
+        f"| | {' | '.join(row.torch for row in tried.values())} |",
+        "|---" * (len(tried) + 1) + "|",
+    ]
+    for writer, row in tried.items():
+        cells = [_counted(reader.recovered.get(writer, {})) for reader in tried.values()]
+        lines.append(f"| {row.torch} | {' | '.join(cells)} |")
+    refused = {
+        (run, tried[writer].torch, reader.torch)
+        for reader in tried.values()
+        for writer, runs in reader.recovered.items()
+        for run, steps in runs.items()
+        if "refused" in steps.values()
+    }
+    lines += ["", "Refused: " + (_refusals(refused) or "none") + ".", ""]
+    lines += ["Arithmetic whose results have other bits than those of another version:", ""]
+    lines += [
+        f"| | {' | '.join(row.torch for row in tried.values())} |",
+        "|---" * (len(tried) + 1) + "|",
+    ]
+    for name in dict.fromkeys(name for row in tried.values() for name in row.bits):
+        known = list(dict.fromkeys(row.bits[name] for row in tried.values() if name in row.bits))
+        if len(known) > 1:
+            cells = [
+                "abcdef"[known.index(row.bits[name])] if name in row.bits else "-"
+                for row in tried.values()
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    alike = sum(
+        len({row.bits[name] for row in tried.values() if name in row.bits}) == 1
+        for name in {name for row in tried.values() for name in row.bits}
+    )
+    return "\n".join(
+        [*lines, "", f"Of all versions that have them {alike} further rows have the same bits.", ""]
+    )
+
+
+def _counted(runs: Mapping[str, Mapping[str, str]]) -> str:
+    outcomes = [outcome for steps in runs.values() for outcome in steps.values()]
+    others = [o for o in outcomes if o not in ("exact", "refused")]
+    words = [f"{outcomes.count('exact')} exact"]
+    words += [f"{outcomes.count('refused')} refused"] if "refused" in outcomes else []
+    return ", ".join([*words, *([f"**{len(others)} wrong**"] if others else [])])
+
+
+def _refusals(refused: set[tuple[str, str, str]]) -> str:
+    by_run: dict[str, list[str]] = {}
+    for run, writer, reader in sorted(refused):
+        by_run.setdefault(run, []).append(f"{writer} by {reader}")
+    return "; ".join(f"`{run}` ({', '.join(pairs)})" for run, pairs in by_run.items())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make environments, test, write, read."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument(
+        "--rows", nargs="*", default=ROWS, help="'PYTHON TORCH [NUMPY]', each in quotes"
+    )
+    parser.add_argument("--tests", nargs="*", default=TESTED, help="folders of tests/")
+    parser.add_argument("--keep", type=Path, help="folder for the environments, which stay there")
+    args = parser.parse_args(argv)
+    rows = [Row(*words.split()) for words in args.rows]
+    tried = {row.name: Tried(row.python) for row in rows}
+    facts = machine()
+    with tempfile.TemporaryDirectory(prefix="lowdiff-versions-") as temporary:
+        home, runs = args.keep or Path(temporary), Path(temporary) / "runs"
+        for reads in (False, True):
+            for row in rows:
+                python, of_row = made(row, home / row.name), tried[row.name]
+                if reads:
+                    of_row.recovered = {
+                        writer.name: asked(python, "read", runs / writer.name)["outcome"]
+                        for writer in rows
+                    }
+                else:
+                    version = [
+                        str(python),
+                        "-c",
+                        "import platform; print(platform.python_version())",
+                    ]
+                    of_row.python = subprocess.check_output(version, text=True).strip()
+                    found = asked(python, "write", runs / row.name)
+                    of_row.torch, of_row.numpy = found["torch"], found["numpy"]
+                    of_row.unwritten, of_row.bits = found["failed"], found["bits"]
+                    tested(python, of_row, args.tests)
+                if args.keep is None:
+                    shutil.rmtree(home / row.name)
+                done = _counted({k: v for own in of_row.recovered.values() for k, v in own.items()})
+                said = done if reads else f"{of_row.passed} passed, {len(of_row.failed)} failed"
+                print(f"{row.name}: {said}", flush=True)  # noqa: T201
+                _save(args.out, facts, tried, args.tests)
+    sys.exit(not all(row.is_good for row in tried.values()))
+
+
+def _save(
+    out: Path, facts: Mapping[str, Any], tried: Mapping[str, Tried], tests: Sequence[str]
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    document = {
+        "machine": facts,
+        "settings": {"tests": list(tests), "markers": MARKERS},
+        "versions": {name: asdict(row) for name, row in tried.items()},
+    }
+    (out / "versions.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "versions.md").write_text(tables(tried))
+
+
+if __name__ == "__main__":
+    main()
