@@ -317,7 +317,7 @@ class Checkpointer:
                 the shard's size, in the parameters' dtype. Without a compressor the result has the bits of
                 native HSDP. With one, parameters that a backward pass does not use get zeros as gradients
                 where PyTorch can do that (``set_reduce_scatter_unused_params``), and must all be used where
-                it cannot. Needs PyTorch 2.7.
+                it cannot.
             restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0;
                 ``"none"`` starts afresh and leaves the history behind.
             step: Restore this step instead of the newest; later ones become void.

@@ -62,7 +62,7 @@ def refuse_ranks_outside(parameter: torch.Tensor, world_size: int) -> None:
     """
     mesh = sharded(parameter).device_mesh
     # A model may lie on one dimension of a mesh; nothing public tells which others there are.
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    root = mesh._get_root_mesh()
     if root.size() < world_size:
         raise ConfigError(
             f"the model is sharded over {root.size()} of the job's {world_size} ranks; ranks that do not "

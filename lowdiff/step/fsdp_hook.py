@@ -152,7 +152,7 @@ def register_group_hooks(
         compresses: Whether a compressor does, and not an average.
 
     Raises:
-        ConfigError: If PyTorch is too old, or a group has a hook already.
+        ConfigError: If a group has a hook already.
         UnsupportedModel: If FSDP reduces the gradient of a parameter in no group.
     """
     found: set[int] = set()
@@ -168,7 +168,9 @@ def register_group_hooks(
                     f"{name!r} has parameters on several meshes (shard_placement_fn), of which FSDP's "
                     "all-reduce hook knows one; shard them as modules of their own"
                 ) from error
-        if compresses and hasattr(module, "set_reduce_scatter_unused_params"):
+        if compresses and hasattr(
+            module, "set_reduce_scatter_unused_params"
+        ):  # from PyTorch 2.11 on
             module.set_reduce_scatter_unused_params(True, recurse=False)
     alone = next((i for i, p in parameters.items() if id(p) not in found), None)
     if alone is not None:
@@ -185,11 +187,6 @@ def _sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_foreign_hook(module: Any, group: Any, name: str) -> None:
-    if not hasattr(module, "set_all_reduce_hook"):
-        raise ConfigError(
-            f"replicate= needs FSDPModule.set_all_reduce_hook, which PyTorch has from 2.7, and this is "
-            f'{torch.__version__}; update it, or use strategy="replica" on a mesh of two dimensions'
-        )
     other = getattr(group, "_all_reduce_hook", None)
     if other is not None and not isinstance(other, GroupHook):
         raise ConfigError(

@@ -12,6 +12,7 @@ A PyTorch with CUDA takes 3 GB of downloads and 7 GB of disk, so none of this is
 from __future__ import annotations
 
 import argparse
+import configparser
 import json
 import re
 import shutil
@@ -101,25 +102,25 @@ def made(row: Row, folder: Path) -> Path:
         return own
     subprocess.run([row.python, "-m", "venv", str(folder)], check=True)
     pip = [str(own), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    chosen = [f"torch=={row.torch}", f"numpy=={row.numpy}" if row.numpy else "numpy"]
+    subprocess.run([*pip, *chosen], check=True)
+    # Other packages have the versions of all tests, as far as those do with this Python and this NumPy.
+    free = ("torch", "numpy", "setuptools", *(("scipy", "scikit-learn") if row.numpy else ()))
     pinned = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    free = (
-        ("torch", "numpy", "setuptools")
-        if row.numpy == ""
-        else ("torch", "numpy", "scipy", "scikit-learn")
-    )
-    pinned.write_text(
-        "\n".join(line for line in lines if not line.startswith(tuple(f"{n}=" for n in free)))
-    )
-    numpy = f"numpy=={row.numpy}" if row.numpy else "numpy"
-    subprocess.run([*pip, f"torch=={row.torch}", numpy], check=True)
-    # Again by their versions: a requirement of the tests must not move them.
-    subprocess.run(
-        [*pip, "-c", str(pinned), f"torch=={row.torch}", numpy, f"{ROOT}[dev]"], check=True
-    )
-    # The tests run in the checkout, whose modules are found first.
-    subprocess.run([str(own), "-m", "pip", "uninstall", "-q", "-y", "lowdiff"], check=True)
+    pinned.write_text("\n".join(line for line in lines if line.partition("==")[0] not in free))
+    # Chosen again: no requirement may move them.
+    subprocess.run([*pip, "-c", str(pinned), *chosen, *requirements()], check=True)
     return own
+
+
+def requirements() -> list[str]:
+    """Return what lowdiff and its tests need, from setup.cfg, but PyTorch and NumPy."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    texts = config["options"]["install_requires"], config["options.extras_require"]["dev"]
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith(("#", "torch>", "numpy"))]
 
 
 def tested(python: Path, row: Tried, selection: Sequence[str]) -> None:

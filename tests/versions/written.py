@@ -75,8 +75,10 @@ def trained(made: Training, run: Path) -> dict[int, dict[str, str]]:
             run,
             staging=staging,
             **{
-                "compressor": TopK(0.05, dense_below=64), **made.checkpointer,
-                "snapshot_every": 1 << 20, "retention": None,
+                "compressor": TopK(0.05, dense_below=64),
+                **made.checkpointer,
+                "snapshot_every": 1 << 20,
+                "retention": None,
             },
         )
         checkpointer.attach(made.model, made.optimizer, **made.stateful)

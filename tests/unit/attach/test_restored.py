@@ -159,7 +159,9 @@ def test_a_schedulers_state_of_an_older_pytorch_is_taken_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     def scheduler(loop: Loop) -> torch.optim.lr_scheduler.LRScheduler:
-        parts = [torch.optim.lr_scheduler.StepLR(loop.optimizer, size) for size in (2, 3)]
+        parts: list[torch.optim.lr_scheduler.LRScheduler] = [
+            torch.optim.lr_scheduler.StepLR(loop.optimizer, size) for size in (2, 3)
+        ]
         return torch.optim.lr_scheduler.SequentialLR(loop.optimizer, parts, milestones=[4])
 
     with monkeypatch.context() as patch:

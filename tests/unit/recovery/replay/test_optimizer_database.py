@@ -134,7 +134,8 @@ def assert_units_replay(
     for i, p in enumerate(parameters):
         assert same(state.parameters[f"p{i}"], flat(p)), f"parameter {i}"
     recovered = state.optimizer_state_dict()["state"]
-    live = optimizer.state_dict()["state"]
+    # Before PyTorch 2.11 SGD leaves an empty entry where it keeps nothing.
+    live = {number: kept for number, kept in optimizer.state_dict()["state"].items() if kept}
     assert same(recovered, live)
 
 
@@ -203,7 +204,9 @@ BY_LISTS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop", "Rprop"
 def test_lists_of_tensors_are_stepped_at_once_where_torch_keeps_the_bits(name: str) -> None:
     kind = getattr(torch.optim, name)
     optimizer = kind([torch.nn.Parameter(torch.ones(70)) for _ in range(3)], lr=0.1)
-    assert StepChooser().choose(optimizer) is not inspect.unwrap(kind.step)
+    # Before PyTorch 2.11 only the constructor of Adagrad makes state: there is nothing to try lists on.
+    is_tried = not optimizer.state
+    assert (StepChooser().choose(optimizer) is not inspect.unwrap(kind.step)) is is_tried
 
 
 @pytest.mark.parametrize("name", ["ASGD", "NAdam", "RAdam", "Adafactor"])
