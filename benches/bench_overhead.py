@@ -19,10 +19,12 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from matplotlib.axes import Axes
@@ -53,6 +55,7 @@ from benches.runs import Places, places, plan_from
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import flat, layout_of
+from lowdiff.model.watch import Watch
 from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.replay.replayer import ReplayOptions
@@ -69,7 +72,26 @@ _MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64, dropout=0.0)
 _NEVER = 1 << 40
 
+#: Checksums of optimizer state, of the time of a step.
+STATE_TARGET = 0.005
+
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@contextmanager
+def state_looks() -> Iterator[list[float]]:
+    """Seconds of each look at what optimizers keep; A/B cannot tell so little."""
+    seconds: list[float] = []
+    look = Watch.look_at_states
+
+    def timed_look(watch: Watch, indices: Iterable[int]) -> dict[int, int]:
+        started = time.perf_counter()
+        found = look(watch, indices)
+        seconds.append(time.perf_counter() - started)
+        return found
+
+    with patch.object(Watch, "look_at_states", timed_look):
+        yield seconds
 
 
 class Compression:
@@ -234,12 +256,13 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
         compression.seconds.clear()
     pairs: list[Pair] = []
     null_pairs: list[Pair] = []
-    for done in range(0, args.pairs, 2):
-        measured, null = bench.turns()
-        pairs += measured
-        null_pairs += null
-        if done % 10 == 0:
-            print(f"pair {done} of {args.pairs}: {pairs[-1][0]:.3f} s, {pairs[-1][1]:.3f} s")
+    with state_looks() as state_seconds:
+        for done in range(0, args.pairs, 2):
+            measured, null = bench.turns()
+            pairs += measured
+            null_pairs += null
+            if done % 10 == 0:
+                print(f"pair {done} of {args.pairs}: {pairs[-1][0]:.3f} s, {pairs[-1][1]:.3f} s")
     after = bench.checkpointer.stats()
     assert bench.writer_pid == writer, "the writer died and was started again, on the wrong core"
 
@@ -262,6 +285,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
     )
     # A plain module is compressed inside the checkpointer's hook, and counted there.
     thread_ms = 1000 * _growth(before, after, "training_thread_seconds") / args.pairs
+    step_seconds = statistics.median(plain for _, plain in pairs)
     return Result(
         name="overhead",
         settings={
@@ -283,7 +307,9 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
             "overhead_median": estimate.median,
             "overhead_upper95": estimate.upper95,
             "null_median": estimate.null_median,
-            "step_seconds": statistics.median(plain for _, plain in pairs),
+            "step_seconds": step_seconds,
+            "state_checksum_share": statistics.fmean(state_seconds) / step_seconds,
+            "state_checksum_ms_largest": 1000 * max(state_seconds),
             "parameters": elements,
             "training_thread_ms_per_step": thread_ms - compression_ms,
             "training_thread_ms_per_million_elements": (thread_ms - compression_ms)
@@ -375,6 +401,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         bound = result.summary[key]
         verdict = "met" if bound <= target else "MISSED"
         print(f"watch={watch}: upper 95 % bound {bound:.2%}, target {target:.0%}: {verdict}")
+    share = result.summary["state_checksum_share"]
+    verdict = "met" if share <= STATE_TARGET else "MISSED"
+    print(f"checksums of optimizer state: {share:.2%}, target {STATE_TARGET:.1%}: {verdict}")
     step = result.summary["step_seconds"]
     if step < 0.3:
         print(f"a step of {step:.3f} s is too short for a figure to quote; 0.3 s is the least")

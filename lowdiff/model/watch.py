@@ -24,7 +24,7 @@ from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, Layout, ParameterSpec, Written
 
 #: Steps in which every optimizer state has had its turn to be summed.
-_TURNS = 4
+_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +150,7 @@ class Watch:
             return Seen((), {}, averages, Written())
         done, written = self._look_at_all(step, averages)
         turn = self._turns[step % len(self._turns)]
-        states = self._look_at_states(self._own if whole_state else turn)
+        states = self.look_at_states(self._own if whole_state else turn)
         seen = Seen(tuple(self._seen.values()), states, done, written)
         if not self._is_live or len(self._shares) == 1:
             return seen
@@ -172,7 +172,7 @@ class Watch:
         """A checksum of every parameter that this rank trains as it is now, by layout index."""
         return self._parameters.look()
 
-    def _look_at_states(self, indices: Iterable[int]) -> dict[int, int]:
+    def look_at_states(self, indices: Iterable[int]) -> dict[int, int]:
         """Return the checksum of what an optimizer keeps of each of these parameters."""
         attached = self._attached
         found = {}
