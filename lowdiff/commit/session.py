@@ -226,7 +226,8 @@ class Session:
         with without_autocast(self._live.attached.device):
             sealed = recorder.seal(
                 thorough=self._schedule.is_audited(number),
-                snapshot_is_due=self._schedule.cadence.is_due(number),
+                follows_snapshot=self.queue.images.step == number - 1
+                or self._schedule.cadence.is_due(number - 1),
             )
         for name, size in self._live.tracker.large_items.items():
             text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"

@@ -143,8 +143,8 @@ class Watch:
         Args:
             step: Number of the step that ends.
             averages: What every average did in it.
-            whole_state: Whether to look at what optimizers keep of the whole share, not only of the
-                parameters whose turn it is.
+            whole_state: Whether to look at what optimizers keep of the whole share, as at the first step
+                behind a snapshot, not only of the parameters whose turn it is.
         """
         if not self._can_look:
             return Seen((), {}, averages, Written())

@@ -197,12 +197,12 @@ class Recorder:
         if self.proofs.has_late_state:
             self.step.changes.add(Change.UNPROVEN_STATE)
 
-    def seal(self, *, thorough: bool, snapshot_is_due: bool) -> Sealed:
+    def seal(self, *, thorough: bool, follows_snapshot: bool) -> Sealed:
         """Read the step that just ended; the same value again until the next step begins.
 
         Args:
             thorough: Whether to read frozen parameters whole that nothing says were written.
-            snapshot_is_due: Whether the step is one of which a snapshot is planned.
+            follows_snapshot: Whether a recovery may begin just before this step.
 
         Raises:
             UsageError: If sealing was broken off before, with several ranks.
@@ -215,11 +215,11 @@ class Recorder:
         # First, because the user's objects may raise: nothing has been read once by then.
         items = self._live.tracker.changed(thorough=thorough)
         step.begin_sealing(ranks=self._live.world_size)
-        step.seal(self._read(items, snapshot_is_due=snapshot_is_due))
+        step.seal(self._read(items, follows_snapshot=follows_snapshot))
         assert step.sealed is not None
         return step.sealed
 
-    def _read(self, items: dict[str, bytes], *, snapshot_is_due: bool) -> Sealed:
+    def _read(self, items: dict[str, bytes], *, follows_snapshot: bool) -> Sealed:
         step, live = self.step, self._live
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
@@ -231,7 +231,7 @@ class Recorder:
         averages, are_replayable = live.averages.commit()
         if not are_replayable:
             step.changes.add(Change.OUTSIDE)
-        seen = self.watch.at_commit(step.number, averages, whole_state=snapshot_is_due)
+        seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
         live.residual.copy(step.number)
         differential = Differential(
             step=step.number,
