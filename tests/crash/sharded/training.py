@@ -57,6 +57,9 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(_IN, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, _OUT)
     )
+    if "overridden" in features:
+        layers = nn.Linear(_IN, width, bias=False), nn.Linear(width, _OUT, bias=False)
+        model = nn.Sequential(layers[0], nn.LayerNorm(width), layers[1])
     if kind == "sp":
         model = nn.Sequential(nn.LayerNorm(_IN), nn.Linear(_IN, width), nn.Linear(width, _OUT))
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
@@ -71,7 +74,10 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
         return DistributedDataParallel(model)
     options: dict[str, Any] = {}
     if "half" in features:
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        # Those of the norm stay as they are: from PyTorch 2.15 on.
+        own = {"param_dtype_override_fn": lambda p: torch.float32 if p.ndim == 1 else None}
+        overrides: dict[str, Any] = own if "overridden" in features else {}
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, **overrides)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("copy", "shard"))
@@ -88,6 +94,8 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
             if isinstance(part, nn.Linear) or hasattr(part, "_checkpoint_wrapped_module"):
                 fully_shard(part, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
+    if "finalized" in features:
+        model.set_manual_backward_finalization(True)  # type: ignore[operator]
     if "compiled" in features:
         model[2].compile(backend="eager")
     return model
@@ -171,6 +179,8 @@ def backward(
             model.set_requires_gradient_sync(micro == micros - 1)  # type: ignore[operator]
         loss: torch.Tensor = model(batch(kind, step, micro, rank)).float().square().mean()
         scaler.scale(loss).backward()
+    if "finalized" in features:
+        model.finalize_backward()  # type: ignore[operator]
     return loss.item()
 
 
