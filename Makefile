@@ -20,10 +20,10 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test test-integrations coverage soak wheel demo bench bench-peers check lint format clean
+.PHONY: test test-integrations test-versions coverage soak wheel demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
-test test-integrations coverage: export OMP_WAIT_POLICY := passive
+test test-integrations test-versions coverage: export OMP_WAIT_POLICY := passive
 
 # Without a cache mypy takes one core for half a minute: the tests do not wait for it.
 test: lint
@@ -34,6 +34,11 @@ test: lint
 # Trainings of frameworks that are killed and go on; the frameworks are large, and so no part of `make test`.
 test-integrations: .venv/installed-dev .venv/installed-integrations
 	$(BIN)/pytest -q -m framework -n 2 --dist worksteal tests/integrations tests/examples
+
+# Environments of their own, one at a time, each with 3 GB of downloads: an hour or two. Needs the Pythons that
+# tests/versions/__main__.py names.
+test-versions: .venv/installed-plot .venv/installed-dev
+	$(BIN)/python -m tests.versions --out $(RESULTS)
 
 # Fails where less than nine tenths are reached. Left out is a test that nobody else's modules are
 # loaded, as those of the measurement would be.
