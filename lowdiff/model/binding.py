@@ -19,7 +19,12 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.model.replicas import Replicas
 from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, part_of, told
 from lowdiff.recovery.images import holds
-from lowdiff.recovery.replay.optimizers import class_name, granularity, refuse_foreign_state
+from lowdiff.recovery.replay.optimizers import (
+    class_name,
+    granularity,
+    refuse_broken_momentum,
+    refuse_foreign_state,
+)
 from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
 
@@ -336,6 +341,7 @@ def _divided(
             groups.append(tuple(names))
         specs.append(OptimizerSpec(class_name(optimizer), tuple(groups)))
         refuse_foreign_state(optimizer)
+        refuse_broken_momentum(optimizer)
         _refuse_master_copies(optimizer, name_of)
     return owner_of, specs
 

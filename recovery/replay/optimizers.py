@@ -124,6 +124,35 @@ def refuse_foreign_state(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def refuse_broken_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """See that a fused SGD keeps the momentum that its formula says.
+
+    For bfloat16 and float16 on CPUs the kernel of PyTorch 2.10 to 2.13, and of older ones, does not: from the
+    second step on its buffer holds other numbers, some of which differ from one equal step to the next.
+
+    Raises:
+        UnsupportedOptimizer: If it does not here; nothing could replay such a step.
+    """
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        dtypes = {p.dtype for p in group["params"] if p.is_cpu and p.element_size() < 4}
+        if not (dtypes and group.get("fused") and group["momentum"]):
+            continue
+        for dtype in dtypes:
+            weight = torch.nn.Parameter(torch.zeros(64, dtype=dtype, device="cpu"))
+            tried = torch.optim.SGD([weight], lr=0.0, momentum=0.5, fused=True)
+            gradient = torch.arange(64.0, device="cpu").to(dtype)
+            for _ in range(2):
+                weight.grad = gradient.clone()
+                tried.step()
+            # All of these numbers are exact in either width.
+            if not torch.equal(tried.state[weight]["momentum_buffer"], 1.5 * gradient):
+                raise UnsupportedOptimizer(
+                    f"SGD(fused=True, momentum=...) in {dtype} is broken in PyTorch {torch.__version__}: on a "
+                    "CPU its momentum is not what the formula says, and differs between equal runs, so no "
+                    "step could be repeated; leave fused out, or update PyTorch (2.15 has it right)"
+                )
+
+
 def take_scales_by_groups(optimizer: torch.optim.Optimizer) -> None:
     """Let a gradient scaler do with an optimizer what the ``fused`` of its groups asks for.
 

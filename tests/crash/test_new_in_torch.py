@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,41 @@ def test_every_rule_of_muons_rate_is_replayed(tmp_path: Path, rule: str) -> None
     loop.die()
     state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert state.step == 6
+    assert same(dict(state.model_state_dict()), dict(loop.weights()))
+    assert same(state.optimizer_state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fused_sgd_is_refused_where_its_momentum_is_not_what_the_formula_says(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """PyTorch 2.10 to 2.13 on a CPU: two equal runs differ in it. 2.15 has it right."""
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, fused=True)
+
+    torch.manual_seed(0)
+    model = nn.Linear(20, 3, bias=False).to(dtype)
+    weight = copy.deepcopy(model.weight)
+    optimizer = fused([weight])
+    for _ in range(2):
+        gradient = torch.arange(60.0).to(dtype).view(3, 20)
+        weight.grad = gradient.clone()
+        optimizer.step()
+    is_right = same(optimizer.state[weight]["momentum_buffer"], 1.5 * gradient)
+    loop = Loop(tmp_path, model, make=fused, settings={"snapshot_every": 1000})
+    if not is_right:
+        with pytest.raises(UnsupportedOptimizer, match=r"is broken in PyTorch .* leave fused out"):
+            loop.attach()
+        return
+    loop.attach()
+    for number in loop.checkpointer.steps(6):
+        loop.optimizer.zero_grad()
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number)).to(dtype)
+        loop.model(inputs).square().mean().backward()
+        loop.optimizer.step()
+    loop.die()
+    state = lowdiff.recover(tmp_path / "run", 6, staging=tmp_path / "staging")
     assert same(dict(state.model_state_dict()), dict(loop.weights()))
     assert same(state.optimizer_state_dict()["state"], loop.optimizer.state_dict()["state"])
 

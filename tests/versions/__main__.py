@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.harness import machine
+from tests.versions.written import VARIES
 
 ROOT = Path(__file__).parents[2]
 TESTED = ("golden", "contract", "crash", "unit/recovery", "unit/step")
@@ -151,53 +152,46 @@ def asked(python: Path, action: str, folder: Path) -> dict[str, Any]:
 
 def tables(tried: Mapping[str, Tried]) -> str:
     """Return what was run, which runs came back where, and which arithmetic differs, as Markdown."""
-    lines = [
-        "| PyTorch | Python | NumPy | tests passed | failed | skipped |",
-        "|---|---|---|---|---|---|",
+    versions = [row.torch for row in tried.values()]
+    ran = [
+        [
+            row.torch,
+            row.python,
+            row.numpy,
+            f"{row.passed:,}",
+            str(len(row.failed)),
+            str(row.skipped),
+        ]
+        for row in tried.values()
     ]
-    for row in tried.values():
-        counts = [f"{row.passed:,}", str(len(row.failed)), str(row.skipped)]
-        lines.append(f"| {' | '.join([row.torch, row.python, row.numpy, *counts])} |")
-    lines += [
-        "",
+    came_back = [
+        [row.torch, *(_counted(reader.recovered.get(writer, {})) for reader in tried.values())]
+        for writer, row in tried.items()
+    ]
+    names = dict.fromkeys(name for row in tried.values() for name in row.bits)
+    letters = [[name, *_letters([row.bits.get(name) for row in tried.values()])] for name in names]
+    differing = [row for row in letters if {*row[1:]} - {"a", "-"}]
+    parts = [
+        _table(["PyTorch", "Python", "NumPy", "tests passed", "failed", "skipped"], ran),
         "Steps of runs that one version made (rows) and another recovered (columns): exact, or refused.",
-        "",
+        _table(["", *versions], came_back),
+        f"Refused: {_refusals(tried) or 'none'}.",
+        "Arithmetic whose results have other bits than those of another version, or each time:",
+        _table(["", *versions], differing),
+        f"Of all versions that have them {len(letters) - len(differing)} further rows have the same bits.",
     ]
-    lines += [
-        f"| | {' | '.join(row.torch for row in tried.values())} |",
-        "|---" * (len(tried) + 1) + "|",
-    ]
-    for writer, row in tried.items():
-        cells = [_counted(reader.recovered.get(writer, {})) for reader in tried.values()]
-        lines.append(f"| {row.torch} | {' | '.join(cells)} |")
-    refused = {
-        (run, tried[writer].torch, reader.torch)
-        for reader in tried.values()
-        for writer, runs in reader.recovered.items()
-        for run, steps in runs.items()
-        if "refused" in steps.values()
-    }
-    lines += ["", "Refused: " + (_refusals(refused) or "none") + ".", ""]
-    lines += ["Arithmetic whose results have other bits than those of another version:", ""]
-    lines += [
-        f"| | {' | '.join(row.torch for row in tried.values())} |",
-        "|---" * (len(tried) + 1) + "|",
-    ]
-    for name in dict.fromkeys(name for row in tried.values() for name in row.bits):
-        known = list(dict.fromkeys(row.bits[name] for row in tried.values() if name in row.bits))
-        if len(known) > 1:
-            cells = [
-                "abcdef"[known.index(row.bits[name])] if name in row.bits else "-"
-                for row in tried.values()
-            ]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    alike = sum(
-        len({row.bits[name] for row in tried.values() if name in row.bits}) == 1
-        for name in {name for row in tried.values() for name in row.bits}
-    )
-    return "\n".join(
-        [*lines, "", f"Of all versions that have them {alike} further rows have the same bits.", ""]
-    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _letters(digests: Sequence[str | None]) -> list[str]:
+    """Return a letter for each digest, the same one for the same digest."""
+    known = list(dict.fromkeys(d for d in digests if d not in (None, VARIES)))
+    return ["-" if d is None else d if d == VARIES else "abcdef"[known.index(d)] for d in digests]
 
 
 def _counted(runs: Mapping[str, Mapping[str, str]]) -> str:
@@ -208,11 +202,14 @@ def _counted(runs: Mapping[str, Mapping[str, str]]) -> str:
     return ", ".join([*words, *([f"**{len(others)} wrong**"] if others else [])])
 
 
-def _refusals(refused: set[tuple[str, str, str]]) -> str:
+def _refusals(tried: Mapping[str, Tried]) -> str:
     by_run: dict[str, list[str]] = {}
-    for run, writer, reader in sorted(refused):
-        by_run.setdefault(run, []).append(f"{writer} by {reader}")
-    return "; ".join(f"`{run}` ({', '.join(pairs)})" for run, pairs in by_run.items())
+    for reader in tried.values():
+        for writer, runs in reader.recovered.items():
+            for run, steps in runs.items():
+                if "refused" in steps.values():
+                    by_run.setdefault(run, []).append(f"{tried[writer].torch} by {reader.torch}")
+    return "; ".join(f"`{run}` ({', '.join(pairs)})" for run, pairs in sorted(by_run.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

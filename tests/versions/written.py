@@ -14,6 +14,8 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from tests.crash.all_trainings import TRAININGS
 from tests.crash.lives import digests
 from tests.crash.trainings import Training
 
+#: Digest of what has other bits each time.
+VARIES = "varies"
 #: The last has a snapshot; the others are replayed from that of step 0.
 STEPS = (4, 9, 10)
 _OPTIMIZERS = (
@@ -160,20 +164,23 @@ def _dropped(values: torch.Tensor) -> torch.Tensor:
 def _of_optimizer(name: str, kind: Any) -> Iterator[tuple[str, str]]:
     for dtype_name, dtype in _DTYPES.items():
         for how in ("loop", "foreach", "fused"):
-            generator = torch.Generator().manual_seed(4)
-            weight = nn.Parameter(torch.randn(67, 130, generator=generator).to(dtype))
             options: dict[str, Any] = {} if how == "loop" else {how: True}
             if name == "SGD":
                 options["momentum"] = 0.9
-            try:
-                optimizer = kind([weight], lr=0.01, weight_decay=0.1, **options)
-            except (TypeError, RuntimeError, ValueError):
-                continue  # there is no such kernel
-            for _ in range(6):
-                weight.grad = torch.randn(67, 130, generator=generator).to(dtype)
-                optimizer.step()
-            kept = optimizer.state_dict()["state"][0]
-            yield f"{name} {how}, {dtype_name}", sha([weight.detach(), kept])
+            with suppress(TypeError, RuntimeError, ValueError):  # where there is no such kernel
+                make = partial(kind, lr=0.01, weight_decay=0.1, **options)
+                twice = {_stepped(make, dtype) for _ in range(2)}
+                yield f"{name} {how}, {dtype_name}", twice.pop() if len(twice) == 1 else VARIES
+
+
+def _stepped(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> str:
+    generator = torch.Generator().manual_seed(4)
+    weight = nn.Parameter(torch.randn(67, 130, generator=generator).to(dtype))
+    optimizer = make([weight])
+    for _ in range(6):
+        weight.grad = torch.randn(67, 130, generator=generator).to(dtype)
+        optimizer.step()
+    return sha([weight.detach(), optimizer.state_dict()["state"][0]])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
