@@ -127,8 +127,8 @@ def refuse_foreign_state(optimizer: torch.optim.Optimizer) -> None:
 def refuse_broken_momentum(optimizer: torch.optim.Optimizer) -> None:
     """See that a fused SGD keeps the momentum that its formula says.
 
-    For bfloat16 and float16 on CPUs the kernel of PyTorch 2.10 to 2.13, and of older ones, does not: from the
-    second step on its buffer holds other numbers, some of which differ from one equal step to the next.
+    For bfloat16 and float16 on CPUs the kernel of PyTorch 2.10 to 2.13, and of older ones, does not: parameters
+    stay as they are, and the buffer holds other numbers, some of which differ from one equal step to the next.
 
     Raises:
         UnsupportedOptimizer: If it does not here; nothing could replay such a step.
@@ -148,8 +148,8 @@ def refuse_broken_momentum(optimizer: torch.optim.Optimizer) -> None:
             if not torch.equal(tried.state[weight]["momentum_buffer"], 1.5 * gradient):
                 raise UnsupportedOptimizer(
                     f"SGD(fused=True, momentum=...) in {dtype} is broken in PyTorch {torch.__version__}: on a "
-                    "CPU its momentum is not what the formula says, and differs between equal runs, so no "
-                    "step could be repeated; leave fused out, or update PyTorch (2.15 has it right)"
+                    "CPU parameters do not move, and the momentum differs between equal runs, so that no step "
+                    "could be repeated; leave fused out, or update PyTorch (2.15 has it right)"
                 )
 
 
