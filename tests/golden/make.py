@@ -5,7 +5,8 @@ feedback, snapshots, sealed segments, an average, a step around which something 
 optimizer writes, and one that cannot be replayed. Learning rate, momentum and decay are powers of two, so that no processor and no
 torch rounds a product in another way. ``states.json`` says what the live objects were after each step.
 
-Made once for each version and never again: later versions of lowdiff show with it what they read.
+Made once for each version and never again: later versions of lowdiff show with it what they read. Runs of
+other versions of PyTorch have the same states.
 """
 
 from __future__ import annotations

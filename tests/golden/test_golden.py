@@ -1,4 +1,4 @@
-"""A run of every format version: this one is read bit for bit, an older one is an error by name."""
+"""A run of every format version, and of other PyTorches: read bit for bit, an older format is an error by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 STATES = json.loads((HERE / "v4" / "states.json").read_text())
 
 
-@pytest.fixture(params=["v4"])
+# Beside the one of the format's first day: those of other versions of PyTorch, with checksums of optimizer state.
+@pytest.fixture(params=["v4", "torch-2.10", "torch-2.15"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(HERE / request.param / "run", tmp_path / "run"))
 
