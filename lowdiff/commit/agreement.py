@@ -136,8 +136,13 @@ class News:
         if coming is None:
             return None
         work, all_words = coming
-        is_here = work.is_completed() and work.exception() is None
-        return tuple(_news(words.tolist()) for words in all_words) if is_here else None
+        if not work.is_completed():
+            return None
+        try:
+            work.wait()  # it is over; `Work.exception`, which PyTorch means to drop, fails in 2.10
+        except RuntimeError:
+            return None
+        return tuple(_news(words.tolist()) for words in all_words)
 
     def close(self) -> None:
         """Let go of the group: it ends, and others hear of that, once nothing holds it."""

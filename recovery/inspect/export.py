@@ -93,6 +93,8 @@ def _write_distributed(document: dict[str, Any], target: Path) -> None:
     with new_directory(target) as partial, warnings.catch_warnings():
         # That one process saves alone is what no_dist asks for.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        # What PyTorch 2.10 says of its own saver.
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         try:
             dcp.save(document, checkpoint_id=partial, no_dist=True)
         except CheckpointException as error:  # no Exception: nobody would take it for a full disk

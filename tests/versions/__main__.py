@@ -38,6 +38,7 @@ ROWS = (
     "python3.11 2.13.0",
     "python3.13 2.15.0",
 )
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 _SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -134,7 +135,7 @@ def tested(python: Path, row: Tried, selection: Sequence[str]) -> None:
     lines = result.stdout.splitlines()
     counts = {what: int(n) for n, what in _SUMMARY.findall(lines[-1] if lines else "")}
     row.passed, row.skipped = counts.get("passed", 0), counts.get("skipped", 0)
-    row.failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    row.failed = _FAILED.findall(result.stdout)
     if not row.passed:
         row.failed.append(f"pytest ended with {result.returncode}: {result.stdout[-300:]}")
 

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,14 @@ def killed_after(operations: int) -> Iterator[list[Any]]:
 
         return operation
 
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        with suppress(*([FileNotFoundError] if missing_ok else [])):
+            os.unlink(path)
+
     with pytest.MonkeyPatch.context() as patch:
+        # In Python 3.10 paths know the functions of before.
+        patch.setattr(Path, "unlink", unlink)
+        patch.setattr(Path, "rmdir", lambda path: os.rmdir(path))
         patch.setattr(os, "unlink", counted(os.unlink))
         patch.setattr(os, "rmdir", counted(os.rmdir))
         yield done
