@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from lowdiff.core.layout import flat_like, is_dense, shaped
 from lowdiff.errors import RunMismatch
@@ -376,21 +377,23 @@ def unlike(
 ) -> list[str]:
     """Names of stateful objects that do not return the state that they were given.
 
-    An object may have gained attributes since its state was stored: schedulers do from one version of
-    PyTorch to the next. What it has in addition is no difference.
+    A scheduler may have gained attributes since its state was stored, as from one version of PyTorch to the
+    next. What it has in addition is no difference.
     """
     return [
         name
         for name, thing in stateful.items()
         if STATEFUL_ITEM + name in items
-        and not _holds(thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items))
+        and not (_holds if isinstance(thing, LRScheduler) else _is_same_value)(
+            thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items)
+        )
     ]
 
 
 def _holds(live: Any, known: Any) -> bool:
-    """Whether a state holds all of another one, which may lack keys; so do states in a list in it.
+    """Whether a scheduler's state holds all of another one, which may lack keys.
 
-    Those are of schedulers that others consist of. Deeper down a key is the object's data.
+    So do states in a list in it, of schedulers that this one consists of. Deeper down a key is data.
     """
     if not (isinstance(live, dict) and isinstance(known, dict)):
         return _is_same_value(live, known)

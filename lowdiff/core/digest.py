@@ -8,6 +8,7 @@ number of bytes that follow the block in the parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,25 +70,32 @@ def state_digest(checksums: Mapping[str, int]) -> int:
     return join(number for key, value in ordered for number in (crc32c(key.encode()), value))
 
 
-def entry_digests(entries: Mapping[str, object], spec: ParameterSpec) -> dict[str, int]:
+def entry_digests(entries: Mapping[Any, object], spec: ParameterSpec) -> dict[str, int] | None:
     """Return the checksum of each tensor that an optimizer keeps of a parameter, or of a block of one.
 
-    Left out is what is no tensor, and tensors of classes of their own, whose memory need not be readable.
+    What is no tensor is passed over.
 
     Args:
         entries: Its state of the parameter; tensors on the host. Those of the parameter's shape are summed in
             the memory order of the parameter, as its blocks are, others in their own.
         spec: The parameter.
+
+    Returns:
+        None where a tensor is of a class of its own or has a key that is no text: its memory need not be
+        readable, and replay, whose parameters are plain, may keep another one.
     """
     found = {}
     for key, value in entries.items():
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if not isinstance(value, torch.Tensor):
             continue
-        assert isinstance(value, torch.Tensor)
-        has_own_order = tuple(value.shape) != spec.shape
-        if has_own_order or not is_dense(value):
-            value = value.detach().contiguous()
-        found[str(key)] = crc32c(_bytes_of(value if has_own_order else flat_like(value, spec)))
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(key, str):
+            return None
+        value = value.detach()
+        if not is_dense(value):
+            value = value.contiguous()
+        if tuple(value.shape) == spec.shape:
+            value = flat_like(value, spec)
+        found[key] = crc32c(_bytes_of(value))
     return found
 
 

@@ -173,13 +173,15 @@ class Watch:
         return self._parameters.look()
 
     def look_at_states(self, indices: Iterable[int]) -> dict[int, int]:
-        """Return the checksum of what an optimizer keeps of each of these parameters."""
+        """Return the checksum of what an optimizer keeps of each of these parameters, where there is one."""
         attached = self._attached
         found = {}
         for i in indices:
             state = attached.optimizers[attached.owner[i]].state.get(attached.parameters[i], {})
             local = {key: local_of(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
-            found[i] = state_digest(entry_digests(local, attached.layout.parameters[i]))
+            digests = entry_digests(local, attached.layout.parameters[i])
+            if digests is not None:
+                found[i] = state_digest(digests)
         return found
 
     def _look_at_all(

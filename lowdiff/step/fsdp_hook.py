@@ -168,9 +168,8 @@ def register_group_hooks(
                     f"{name!r} has parameters on several meshes (shard_placement_fn), of which FSDP's "
                     "all-reduce hook knows one; shard them as modules of their own"
                 ) from error
-        if compresses and hasattr(
-            module, "set_reduce_scatter_unused_params"
-        ):  # from PyTorch 2.11 on
+        # PyTorch has it from 2.11 on.
+        if compresses and hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
     alone = next((i for i, p in parameters.items() if id(p) not in found), None)
     if alone is not None:

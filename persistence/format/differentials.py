@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -203,5 +204,12 @@ def _tuple_of(data: bytes) -> tuple[int, ...]:
 
 
 def _pairs_of(data: Sequence[bytes]) -> dict[int, int]:
-    indices, checksums = data
-    return dict(zip(_tuple_of(indices), _tuple_of(checksums), strict=True))
+    """Decode indices, strictly ascending, and their checksums.
+
+    Raises:
+        ValueError: If they are not that.
+    """
+    indices, checksums = map(_tuple_of, data)
+    if any(before >= after for before, after in pairwise(indices)):
+        raise ValueError("its checksums of optimizer state are in no order")
+    return dict(zip(indices, checksums, strict=True))

@@ -68,7 +68,7 @@ def _types(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _type(value: object) -> object:
     if isinstance(value, (int, float)):
         return type(value), bool(value)  # a momentum of 0 makes no buffer
-    return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
+    return tuple(map(type, value)) if isinstance(value, (tuple, list)) else type(value)
 
 
 def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
@@ -83,8 +83,8 @@ def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
         return bare  # torch chooses lists by itself there
     if any(p.element_size() < _LEAST_ELEMENT_BYTES for p in parameters):
         return bare
-
-    candidates = (_adam_by_lists, partial(_by_lists, bare))
+    by_lists = partial(_by_lists, bare)
+    candidates = (partial(_adam_by_lists, by_lists), by_lists)
     return next((c for c in candidates if _agree(optimizer, bare, c)), bare)
 
 
@@ -100,30 +100,20 @@ def _by_lists(bare: _Step, optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = choice
 
 
-class _NotMeant(Exception):
-    """Raised where a function does not know what an optimizer is set to."""
-
-
-def _adam_by_lists(optimizer: torch.optim.Optimizer) -> None:
+def _adam_by_lists(otherwise: _Step, optimizer: torch.optim.Optimizer) -> None:
     """Step Adam or AdamW as usually set, without what torch does around their kernels.
 
     In torch that takes as long as the kernels of a small unit, and holds Python's lock meanwhile.
 
-    Raises:
-        _NotMeant: If the optimizer is another one, or is set otherwise.
+    Args:
+        otherwise: Steps any other optimizer, one that is set otherwise, or one whose state is yet to be made.
+        optimizer: Which.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise _NotMeant
-    if any(p.grad is not None and p not in optimizer.state for p in _parameters(optimizer)):
-        inspect.unwrap(type(optimizer).step)(optimizer)  # makes the state
+    if not _is_usual_adam(optimizer):
+        otherwise(optimizer)
         return
     for group in optimizer.param_groups:
         rate, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        is_usual = not any(
-            group[key] for key in ("amsgrad", "maximize", "capturable", "differentiable")
-        )
-        if not is_usual or not all(isinstance(n, float) for n in (rate, beta1, beta2)):
-            raise _NotMeant
         parameters = [p for p in group["params"] if p.grad is not None]
         if not parameters:
             continue
@@ -148,6 +138,17 @@ def _adam_by_lists(optimizer: torch.optim.Optimizer) -> None:
         torch._foreach_addcdiv_(parameters, averages, roots, sizes)
 
 
+def _is_usual_adam(optimizer: torch.optim.Optimizer) -> bool:
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    flags = ("amsgrad", "maximize", "capturable", "differentiable")
+    for group in optimizer.param_groups:
+        numbers = (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+        if any(group[flag] for flag in flags) or not {*map(type, numbers)} <= {float, int}:
+            return False
+    return all(p.grad is None or optimizer.state.get(p) for p in _parameters(optimizer))
+
+
 def _agree(optimizer: torch.optim.Optimizer, bare: _Step, other: _Step) -> bool:
     """Whether both functions leave the same bits, over steps of made-up gradients."""
     left, right = _small(optimizer), _small(optimizer)
@@ -161,7 +162,7 @@ def _agree(optimizer: torch.optim.Optimizer, bare: _Step, other: _Step) -> bool:
             with torch.no_grad():
                 bare(left)
                 other(right)
-        except (_NotMeant, LookupError, RuntimeError, ValueError):
+        except (LookupError, RuntimeError, ValueError):
             return False  # a rate that is a tensor, or state that only a constructor makes, say
     return all(
         has_same_bits(ours, theirs) and left.state[ours].keys() == right.state[theirs].keys()

@@ -176,7 +176,7 @@ def needs_live_threads(specs: Iterable[OptimizerSpec], num_threads: int) -> bool
 
     Products of matrices may round otherwise on another number of threads. Where torch's own
     optimizers do that, the parameters' checksums tell. A registered one may keep such a product for
-    later steps, and no checksum is recorded of state.
+    later steps, and its state has a checksum at some steps only.
     """
     return num_threads > 1 and any(
         is_registered(spec) and granularity(spec) != "element" for spec in specs

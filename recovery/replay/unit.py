@@ -138,7 +138,7 @@ class Checksums:
 
     Attributes:
         tensors: ``(step, average, layout index)`` -> checksum; no name for the parameter itself.
-        states: ``(step, layout index)`` -> key -> checksum of an optimizer's entry.
+        states: ``(step, layout index)`` -> key -> checksum of an optimizer's entry; of those that were looked at.
     """
 
     tensors: dict[tuple[int, str, int], int] = field(default_factory=dict)
@@ -149,9 +149,13 @@ class Checksums:
         place = step, average, index
         self.tensors[place] = self.tensors.get(place, 0) ^ part
 
+    def begin_state(self, step: int, index: int) -> None:
+        """Note that the optimizer's state of a parameter was looked at, whatever it keeps."""
+        self.states.setdefault((step, index), {})
+
     def add_state(self, step: int, index: int, key: str, part: int) -> None:
         """Add a block's part of the checksum of an entry of the optimizer's state."""
-        entries = self.states.setdefault((step, index), {})
+        entries = self.states[step, index]
         entries[key] = entries.get(key, 0) ^ part
 
     def add(self, others: Checksums) -> None:
@@ -159,8 +163,23 @@ class Checksums:
         for place, part in others.tensors.items():
             self.add_tensor(*place, part)
         for (step, index), entries in others.states.items():
+            self.begin_state(step, index)
             for key, part in entries.items():
                 self.add_state(step, index, key, part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryLook:
+    """Checksums of what an optimizer keeps of one block after a step.
+
+    Attributes:
+        block: The block.
+        entries: Key -> checksum, and bytes of an element of what is cut into blocks as the parameter is; 0
+            of what is kept once for a parameter.
+    """
+
+    block: Block
+    entries: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,12 +189,12 @@ class Look:
     Attributes:
         step: The step.
         tensors: Of parameters and averages, in the order of `UnitState.look`.
-        states: ``(place of the block in the unit, key)`` -> checksum, see `UnitState.look_at_states`.
+        states: See `UnitState.look_at_states`.
     """
 
     step: int
     tensors: Sequence[int]
-    states: Mapping[tuple[int, str], int]
+    states: Sequence[EntryLook]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
@@ -256,7 +275,8 @@ def check_digests(
                     step=shard.step,
                 )
     for i, value in shard.state_digests.items():
-        if i in held and value != state_digest(found.states.get((shard.step, i), {})):
+        kept = found.states.get((shard.step, i))
+        if kept is not None and value != state_digest(kept):
             raise ReplayMismatch(
                 f"after step {shard.step}, the optimizer's state of {parameters[i].name!r} of {whose} "
                 f"differs from {recorded_by}",
@@ -463,31 +483,31 @@ class UnitState:
         """Checksums of this unit's blocks as they are now, in the order of `add_checksums`."""
         return [*self._looker.look(range(len(self._places))).values()]
 
-    def look_at_states(self, wanted: Container[int]) -> dict[tuple[int, str], int]:
+    def look_at_states(self, wanted: Container[int]) -> list[EntryLook]:
         """Return checksums of what the optimizer keeps of this unit's blocks as it is now.
 
         Args:
             wanted: Layout indices of the parameters that are looked at.
-
-        Returns:
-            By place of the block in the unit, and key. What is kept once for a parameter is in its first block.
         """
-        found = {}
-        for place, (block, spec, parameter) in enumerate(self._pieces):
+        found = []
+        for block, spec, parameter in self._pieces:
             if block.parameter not in wanted:
                 continue
             entries = self._entries(block, spec, parameter)
-            if block.start:
-                own = block.stop - block.start
-                entries = {k: v for k, v in entries.items() if is_aligned(k, v, own)}
-            for key, checksum in entry_digests(entries, spec).items():
-                found[place, key] = checksum
+            numel = block.stop - block.start
+            cut = {key: v for key, v in entries.items() if is_aligned(key, v, numel)}
+            # What is kept once for a parameter counts in its first block.
+            own = entry_digests(cut if block.start else entries, spec)
+            if own is None:
+                continue
+            sizes = {key: value.element_size() for key, value in cut.items()}
+            found.append(EntryLook(block, {k: (v, sizes.get(k, 0)) for k, v in own.items()}))
         return found
 
     def _entries(
         self, block: Block, spec: ParameterSpec, parameter: torch.nn.Parameter
     ) -> Mapping[str, Any]:
-        """What the optimizer keeps of a block, also before the optimizer is built."""
+        """What the optimizer keeps of a block; before it is built, what it will begin with."""
         if self._optimizer is not None:
             entries: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
             return entries
@@ -510,16 +530,16 @@ class UnitState:
             own = self._shifted([look.tensors[place] for look in looks], block, size)
             for look, value in zip(looks, own, strict=True):
                 found.add_tensor(look.step, average, block.parameter, value)
-        for place, key in dict.fromkeys(at for look in looks for at in look.states):
-            block, spec, parameter = self._pieces[place]
-            entry = self._entries(block, spec, parameter)[key]
-            is_cut = is_aligned(key, entry, block.stop - block.start)
-            seen = [look for look in looks if (place, key) in look.states]
-            parts: Sequence[int] = [look.states[place, key] for look in seen]
-            if is_cut:
-                parts = self._shifted(parts, block, entry.element_size())
-            for look, value in zip(seen, parts, strict=True):
-                found.add_state(look.step, block.parameter, key, value)
+        alike: dict[tuple[Block, str, int], list[tuple[int, int]]] = {}
+        for look in looks:
+            for of_block in look.states:
+                found.begin_state(look.step, of_block.block.parameter)
+                for key, (checksum, size) in of_block.entries.items():
+                    alike.setdefault((of_block.block, key, size), []).append((look.step, checksum))
+        for (block, key, size), seen in alike.items():
+            parts = self._shifted([checksum for _, checksum in seen], block, size)
+            for (step, _), value in zip(seen, parts, strict=True):
+                found.add_state(step, block.parameter, key, value)
 
     def _shifted(self, parts: Sequence[int], block: Block, element_bytes: int) -> Sequence[int]:
         """Move a block's checksums past what follows the block in its parameter."""

@@ -128,7 +128,8 @@ class Shard:
                 if is_due:
                     self._finish_unit(index, unit.unit, number, looked)
                 if step.is_digested:
-                    states = unit.look_at_states(step.summed_states)
+                    # A unit that was ahead takes its parameter's numbers from those that were behind.
+                    states = [] if is_resumed else unit.look_at_states(step.summed_states)
                     unit.add_checksums([Look(number, looked, states)], checksums)
         check_digests(
             differential,

@@ -13,13 +13,14 @@ from torch import nn
 import lowdiff
 from lowdiff.core.digest import entry_digests, state_digest
 from lowdiff.core.layout import spec_of
-from lowdiff.errors import ReplayMismatch
+from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.model.watch import in_turns
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.values import same
+from lowdiff.persistence.format.values import encode, same
 from lowdiff.persistence.run.catalog import scan
+from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.types import Differential, Layout
 from tests.unit.loops import Loop
 
@@ -116,6 +117,7 @@ def test_the_checksum_is_of_what_the_optimizer_kept_at_the_step(tmp_path: Path) 
         loop.step(number)
     weight = loop.model.get_parameter("weight")
     kept = entry_digests(loop.optimizer.state[weight], spec_of("weight", weight))
+    assert kept is not None
     loop.die()
     assert records(tmp_path)[-1].state_digests == {0: state_digest(kept)}
 
@@ -144,11 +146,125 @@ def test_keys_and_memory_order_count() -> None:
     assert state_digest({"a": 1, "b": 2}) != state_digest({"a": 2, "b": 1})
     assert state_digest({"a": 1, "b": 2}) == state_digest({"b": 2, "a": 1})
     assert state_digest({}) == 0
-    # Neither what is no tensor nor one of a class of its own.
     own = torch.zeros(3).as_subclass(Own)
-    assert entry_digests({"n": 3, "own": own, "one": torch.ones(())}, spec).keys() == {"one"}
+    assert entry_digests({"n": 3, "one": torch.ones(())}, spec) == entry_digests(
+        {"one": torch.ones(())}, spec
+    )
+    # Replay may keep another one.
+    assert entry_digests({"own": own, "one": torch.ones(())}, spec) is None
+    assert entry_digests({0: torch.ones(())}, spec) is None
     holes = torch.randn(6, 2)[:, 0]
     assert entry_digests({"a": holes}, spec) == entry_digests({"a": holes.clone()}, spec)
+
+
+class Restarts(torch.optim.Optimizer):
+    """A third party's: at every fifth step it forgets what it kept."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["turn"] = group.get("turn", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                if group["turn"] % 5 == 0 or not self.state[p]:
+                    self.state[p] = {"m": torch.zeros_like(p)}
+                else:
+                    self.state[p]["n"] = torch.ones_like(p)
+                self.state[p]["m"].lerp_(p.grad, 0.1)
+                p.sub_(self.state[p]["m"] * group["lr"])
+
+
+class Numbered(torch.optim.Optimizer):
+    """A third party's, which keeps its state under a number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p].setdefault(0, torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(self.state[p][0] * group["lr"])
+
+
+def test_what_is_kept_under_a_number_has_no_such_checksum(tmp_path: Path) -> None:
+    lowdiff.register_optimizer(Numbered, "element")
+    loop = Loop(tmp_path, make=Numbered, settings=NEVER)
+    loop.attach()
+    for number in loop.checkpointer.steps(6):
+        loop.step(number)
+    weights = loop.weights()
+    loop.die()
+    assert not any(differential.state_digests for differential in records(tmp_path))
+    assert same(dict(recover(tmp_path, 6).model_state_dict()), dict(weights))
+
+
+def test_state_may_go_and_come_within_the_steps_that_are_replayed_at_once(tmp_path: Path) -> None:
+    lowdiff.register_optimizer(Restarts, "element")
+    loop = Loop(tmp_path, make=Restarts, settings=NEVER)
+    loop.attach()
+    expected = {}
+    for number in loop.checkpointer.steps(
+        9
+    ):  # the tenth is proven, and refused for what it dropped
+        loop.step(number)
+        expected[number + 1] = loop.weights()
+    loop.die()
+    for step in (4, 5, 9):
+        options = ReplayOptions(block_elements=64)
+        staging = tmp_path / "staging"
+        state = lowdiff.recover(tmp_path / "run", step, staging=staging, options=options)
+        assert same(dict(state.model_state_dict()), dict(expected[step]))
+
+
+class Marked(nn.Module):
+    """One of its parameters is a tensor of a class of its own, which its optimizer's state inherits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(20, 3)
+        self.scale = nn.Parameter(torch.randn(3).as_subclass(Own))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = (self.layer(inputs) * self.scale).as_subclass(torch.Tensor)
+        return scaled
+
+
+def test_a_parameter_of_a_class_of_its_own_has_no_such_checksum(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, Marked(), settings=NEVER)
+    loop.attach()
+    for number in loop.checkpointer.steps(6):
+        loop.step(number)
+    weights = loop.weights()
+    loop.die()
+    assert set(records(tmp_path)[0].state_digests) == {1, 2}
+    assert same(
+        dict(recover(tmp_path, 6).model_state_dict()),
+        {n: v.as_subclass(torch.Tensor) for n, v in weights.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "pair", [[b"", b"\0\0\0\0"], [b"\1\0\0\0" * 2, b"\0" * 8], [b"\0" * 3, b""], b"", [1, 2]]
+)
+def test_malformed_checksums_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Any
+) -> None:
+    def encoded(value: Any) -> bytes:
+        return encode({**value, "state_digests": pair} if "steps" in value else value)
+
+    monkeypatch.setattr("lowdiff.persistence.format.differentials.encode", encoded)
+    loop = one_weight(tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(2):
+        loop.step(number)
+    loop.die()
+    with pytest.raises(DamagedFile, match="is no differential"):
+        records(tmp_path)
 
 
 def test_turns_are_even() -> None:

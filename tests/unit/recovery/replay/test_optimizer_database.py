@@ -228,6 +228,17 @@ def test_a_rate_that_is_a_tensor_is_stepped_as_it_was() -> None:
     assert chooser.choose(betas) is bare
 
 
+def test_what_a_list_of_betas_holds_may_change() -> None:
+    weight = torch.nn.Parameter(torch.ones(70))
+    optimizer = torch.optim.Adam([weight], lr=0.1, betas=[0.5, 0.9])  # type: ignore[arg-type]
+    chooser = StepChooser()
+    for betas in ([0.5, 0.9], [0, 0.9], (torch.tensor(0.5), torch.tensor(0.9)), [0.5, 0.9]):
+        optimizer.param_groups[0]["betas"] = betas
+        weight.grad = torch.ones(70)
+        with torch.no_grad():
+            chooser.choose(optimizer)(optimizer)
+
+
 def test_the_choice_of_a_group_stays_as_it_was() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(70))])
     before = [dict(group) for group in optimizer.param_groups]

@@ -15,6 +15,7 @@ from torch import nn
 
 from lowdiff.compressors import Dense
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.core.digest import entry_digests, state_digest
 from lowdiff.core.layout import byte_view, flat
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
@@ -121,8 +122,14 @@ class Live:
         done = OptimizerStep(stepped=True, consumed=consumed)
         items = {"stateful/count": encode(number)}
         digests = tuple(checksum(parameter) for parameter in self._attached.parameters.values())
-        differential = Differential(
-            number, 0, 0, 1, (done,), (), (), payload, items, digests=digests
+        state_digests = {}
+        for i, parameter in self._attached.parameters.items():
+            kept = entry_digests(self.optimizer.state[parameter], self.fence.layout.parameters[i])
+            assert kept is not None
+            state_digests[i] = state_digest(kept)
+        differential = replace(
+            Differential(number, 0, 0, 1, (done,), (), (), payload, items, digests=digests),
+            state_digests=state_digests,
         )
         return Step.of(
             (differential,), lambda payloads: Dense().decoder(payloads, self.fence.layout)
