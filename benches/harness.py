@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -189,11 +189,12 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-#: Seconds of the arm in question and of its baseline.
+_Turn = TypeVar("_Turn")
+#: A figure of the arm in question and of its baseline, seconds mostly.
 Pair = tuple[float, float]
 
 
-def abba(arm: Callable[[], float], baseline: Callable[[], float]) -> Iterator[Pair]:
+def abba(arm: Callable[[], _Turn], baseline: Callable[[], _Turn]) -> Iterator[tuple[_Turn, _Turn]]:
     """Two pairs, baseline-arm then arm-baseline, so that a steady drift cancels."""
     first = baseline()
     yield arm(), first
