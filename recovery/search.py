@@ -200,9 +200,13 @@ class Search:
         for version, steps in steps_of.items():
             if version not in self._versions_said:
                 self._versions_said.add(version)
+                fence = self.catalog.incarnations[plan.incarnation]
+                compared = "each is compared with the checksums recorded of it"
+                if fence.environment.device != "cpu":
+                    compared = "an accelerator records no checksums of steps, so nothing tells whether bits agree"
                 Code.REPLAYED_WITH_OTHER_TORCH.warn(
                     f"steps {steps[0]} to {steps[-1]} were made with torch {version} and are replayed with "
-                    f"torch {torch.__version__}; each is compared with the checksums recorded of it"
+                    f"torch {torch.__version__}; {compared}"
                 )
 
     def _refuse_other_torch(

@@ -61,6 +61,8 @@ class RecoveredState:
             right for this step when the step is the snapshot's.
         averages: Name of a stateful object that averages parameters -> parameter name -> flat
             average.
+        compared: Parameter name -> step of the last checksum that what the optimizer keeps of it has met since
+            the snapshot, whose bytes are checked as well.
     """
 
     step: int
@@ -72,6 +74,7 @@ class RecoveredState:
     held: tuple[int, ...] = ()
     residuals: list[dict[str, torch.Tensor]] = field(default_factory=list)
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=dict)
 
     def move(self, device: torch.device) -> None:
         """Put parameters, averages and what optimizers keep of every element on a device."""

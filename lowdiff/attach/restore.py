@@ -393,7 +393,7 @@ def unlike(
 def _holds(live: Any, known: Any) -> bool:
     """Whether a scheduler's state holds all of another one, which may lack keys.
 
-    So do states in a list in it, of schedulers that this one consists of. Deeper down a key is data.
+    So may the states of schedulers that this one consists of. All other keys further down are data.
     """
     if not (isinstance(live, dict) and isinstance(known, dict)):
         return _is_same_value(live, known)
@@ -401,7 +401,7 @@ def _holds(live: Any, known: Any) -> bool:
         return False
     return all(
         len(live[key]) == len(value) and all(map(_holds, live[key], value))
-        if type(value) is type(live[key]) is list
+        if key == "_schedulers"
         else _is_same_value(live[key], value)
         for key, value in known.items()
     )

@@ -66,6 +66,7 @@ class Session:
         self._schedule = schedule
         self._meter = meter
         self._warned: set[str] = set()
+        self._base_step = step
         self._sealed = recorder.base(step)
         staging.stage_base(self._sealed)
         self._show()
@@ -226,7 +227,7 @@ class Session:
         with without_autocast(self._live.attached.device):
             sealed = recorder.seal(
                 thorough=self._schedule.is_audited(number),
-                follows_snapshot=self.queue.images.step == number - 1
+                follows_snapshot=number - 1 in (self._base_step, self.queue.images.step)
                 or self._schedule.cadence.is_due(number - 1),
             )
         for name, size in self._live.tracker.large_items.items():

@@ -77,7 +77,7 @@ def entry_digests(entries: Mapping[Any, object], spec: ParameterSpec) -> dict[st
 
     Args:
         entries: Its state of the parameter; tensors on the host. Those of the parameter's shape are summed in
-            the memory order of the parameter, as its blocks are, others in their own.
+            the memory order of the parameter, as its blocks are, others row by row, as snapshots store them.
         spec: The parameter.
 
     Returns:
@@ -90,11 +90,8 @@ def entry_digests(entries: Mapping[Any, object], spec: ParameterSpec) -> dict[st
             continue
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(key, str):
             return None
-        value = value.detach()
-        if not is_dense(value):
-            value = value.contiguous()
-        if tuple(value.shape) == spec.shape:
-            value = flat_like(value, spec)
+        is_like = tuple(value.shape) == spec.shape and is_dense(value)
+        value = flat_like(value.detach(), spec) if is_like else value.detach().contiguous()
         found[key] = crc32c(_bytes_of(value))
     return found
 

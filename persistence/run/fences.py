@@ -38,8 +38,8 @@ from lowdiff.types import (
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
-#: ``2.13.0+cu130``, ``2.16.0.dev20260101``, ``2.9.0a0+git1a2b3c``; who builds torch may write anything there.
-_VERSION = re.compile(r"v?\d[a-zA-Z0-9_.+!-]{0,99}")
+#: ``2.13.0+cu130``, ``2.9.0a0+git1a2b3c``; who builds torch may write anything behind the first digit.
+_VERSION = re.compile(r"v?\d[!-~]{0,99}")
 _RUNS_NAMED = 5
 #: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
 _PRECISIONS = ("highest", "high", "medium", "")

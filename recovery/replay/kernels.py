@@ -28,6 +28,16 @@ _SAME_BITS = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop", "Rprop", "SGD")
 )
+#: How torch and Python say that lists do not take a rate that is a tensor, `differentiable` and the like.
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 #: One vector body, several tails; and steps enough for every kind of state to be there and be used.
 _PROBE_ELEMENTS, _PROBE_STEPS = 203, 4
 #: For narrower elements a number that is handed over as a tensor is rounded otherwise than a plain one:
@@ -50,7 +60,9 @@ class StepChooser:
         found = self._chosen.get(key)
         if found is None:
             with self._lock:  # one probe of each kind is enough
-                found = self._chosen[key] = _fastest(optimizer)
+                found = self._chosen.get(key)
+                if found is None:
+                    found = self._chosen[key] = _fastest(optimizer)
         return found
 
 
@@ -162,8 +174,8 @@ def _agree(optimizer: torch.optim.Optimizer, bare: _Step, other: _Step) -> bool:
             with torch.no_grad():
                 bare(left)
                 other(right)
-        except (LookupError, RuntimeError, ValueError):
-            return False  # a rate that is a tensor, or state that only a constructor makes, say
+        except _REFUSALS:
+            return False
     return all(
         has_same_bits(ours, theirs) and left.state[ours].keys() == right.state[theirs].keys()
         and all(has_same_bits(v, right.state[theirs][k]) for k, v in left.state[ours].items())

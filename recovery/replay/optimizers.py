@@ -134,7 +134,8 @@ def refuse_broken_momentum(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOptimizer: If it does not here; nothing could replay such a step.
     """
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        dtypes = {p.dtype for p in group["params"] if p.is_cpu and p.element_size() < 4}
+        trained = [p for p in group["params"] if p.requires_grad and p.is_cpu]
+        dtypes = {p.dtype for p in trained if p.element_size() < 4}
         if not (dtypes and group.get("fused") and group["momentum"]):
             continue
         for dtype in dtypes:

@@ -2,7 +2,7 @@
 
 Nobody but its author knows what such an optimizer does. So a step is replayed from a copy of what was
 there before, by the very code that recovery uses, and compared with what the live step made: every bit
-of parameters and optimizer state. Recovery itself has checksums of parameters only.
+of parameters and optimizer state. Recovery itself has checksums, of state at some steps only.
 """
 
 from __future__ import annotations

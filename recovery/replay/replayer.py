@@ -25,6 +25,7 @@ from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.sections import max_payload_bytes
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.replay.blocks import Unit, element_units, optimizer_units, tensor_units
+from lowdiff.recovery.replay.checksums import Checksums, Look, check_digests
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import (
     granularity,
@@ -38,13 +39,10 @@ from lowdiff.recovery.replay.sizing import (
     usable_cores,
 )
 from lowdiff.recovery.replay.unit import (
-    Checksums,
-    Look,
     Movement,
     Scratch,
     Step,
     UnitState,
-    check_digests,
     replaying,
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
@@ -228,6 +226,12 @@ class Replayer:
         self._shares = shares_of(fence.layout, fence.world_size)
         self._options = options
         self._environment = fence.environment
+        version = other_torch(fence.environment)
+        self._suspected = (
+            "something that was not noticed wrote to it, to its gradient or to its optimizer's state"
+            if version is None
+            else f"torch {version} made the step, this is torch {torch.__version__}"
+        )
         self._threads = fence.environment.num_threads if options.whole else 1
         chooser = StepChooser()
         planned = plan_units(state, fence, options)
@@ -292,18 +296,15 @@ class Replayer:
         return checksums, movements
 
     def _check(self, shard: Differential, checksums: Checksums) -> None:
-        version = other_torch(self._environment)
-        cause = "something that was not noticed wrote to it, to its gradient or to its optimizer's state"
-        if version is not None:
-            cause = f"torch {version} made the step, this is torch {torch.__version__}"
         check_digests(
             shard,
             self._shares[shard.rank],
             self._held,
             checksums,
-            self._fence,
+            self._state,
             whose="the replayed parameters",
-            recorded_by=f"what rank {shard.rank} recorded: {cause}, or this machine rounds differently",
+            recorded_by=f"what rank {shard.rank} recorded: {self._suspected}, or this machine rounds "
+            "differently",
         )
 
 

@@ -12,13 +12,14 @@ import torch
 
 from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
-from lowdiff.core.digest import Looker, Shift, entry_digests, state_digest
+from lowdiff.core.digest import Looker, Shift, entry_digests
 from lowdiff.core.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.core.numerics import arithmetic_of
 from lowdiff.errors import LowDiffError, ReplayMismatch
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.replay.averages import BlockAverage
 from lowdiff.recovery.replay.blocks import Unit, aligned
+from lowdiff.recovery.replay.checksums import Checksums, EntryLook, Look
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import (
     build,
@@ -69,10 +70,12 @@ class Step:
     Attributes:
         shards: One per rank, in rank order.
         calls: Its optimizer steps, in their order.
+        summed_states: Layout indices of the parameters of whose optimizer state there is a checksum.
     """
 
     shards: tuple[Differential, ...]
     calls: tuple[OptimizerCall, ...]
+    summed_states: frozenset[int]
 
     @classmethod
     def of(
@@ -106,17 +109,13 @@ class Step:
                 )
                 for calls in zip(*by_rank, strict=True)
             ),
+            frozenset(i for shard in shards for i in shard.state_digests),
         )
 
     @property
     def is_digested(self) -> bool:
         """Whether the live run took checksums of it."""
         return any(shard.digests or shard.state_digests for shard in self.shards)
-
-    @property
-    def summed_states(self) -> frozenset[int]:
-        """Layout indices of the parameters of whose optimizer state there is a checksum."""
-        return frozenset(i for shard in self.shards for i in shard.state_digests)
 
 
 def _joined(written: Sequence[Written]) -> Written:
@@ -130,71 +129,6 @@ def _joined(written: Sequence[Written]) -> Written:
         {i: values for of_rank in written for i, values in of_rank.after.items()},
         averages,
     )
-
-
-@dataclass(slots=True, eq=False)
-class Checksums:
-    """Checksums of what replay made; of a parameter of several blocks each adds its part, by exclusive or.
-
-    Attributes:
-        tensors: ``(step, average, layout index)`` -> checksum; no name for the parameter itself.
-        states: ``(step, layout index)`` -> key -> checksum of an optimizer's entry; of those that were looked at.
-    """
-
-    tensors: dict[tuple[int, str, int], int] = field(default_factory=dict)
-    states: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-
-    def add_tensor(self, step: int, average: str, index: int, part: int) -> None:
-        """Add a block's part of a parameter's checksum, or of what an average holds of it."""
-        place = step, average, index
-        self.tensors[place] = self.tensors.get(place, 0) ^ part
-
-    def begin_state(self, step: int, index: int) -> None:
-        """Note that the optimizer's state of a parameter was looked at, whatever it keeps."""
-        self.states.setdefault((step, index), {})
-
-    def add_state(self, step: int, index: int, key: str, part: int) -> None:
-        """Add a block's part of the checksum of an entry of the optimizer's state."""
-        entries = self.states[step, index]
-        entries[key] = entries.get(key, 0) ^ part
-
-    def add(self, others: Checksums) -> None:
-        """Add what another worker found."""
-        for place, part in others.tensors.items():
-            self.add_tensor(*place, part)
-        for (step, index), entries in others.states.items():
-            self.begin_state(step, index)
-            for key, part in entries.items():
-                self.add_state(step, index, key, part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EntryLook:
-    """Checksums of what an optimizer keeps of one block after a step.
-
-    Attributes:
-        block: The block.
-        entries: Key -> checksum, and bytes of an element of what is cut into blocks as the parameter is; 0
-            of what is kept once for a parameter.
-    """
-
-    block: Block
-    entries: Mapping[str, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Look:
-    """Checksums of a unit's blocks after a step.
-
-    Attributes:
-        step: The step.
-        tensors: Of parameters and averages, in the order of `UnitState.look`.
-        states: See `UnitState.look_at_states`.
-    """
-
-    step: int
-    tensors: Sequence[int]
-    states: Sequence[EntryLook]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
@@ -230,58 +164,6 @@ def replaying(step: int) -> Iterator[None]:
         raise ReplayMismatch(
             f"step {step} cannot be replayed ({error!r:.200})", step=step
         ) from error
-
-
-def check_digests(
-    shard: Differential,
-    owned: Sequence[int],
-    held: Container[int],
-    found: Checksums,
-    fence: Fence,
-    *,
-    whose: str,
-    recorded_by: str,
-) -> None:
-    """Compare a step with the checksums that the live run recorded.
-
-    Args:
-        shard: Holds those of one rank.
-        owned: Layout indices of that rank's share, ascending.
-        held: Those that were replayed here; others are not compared.
-        found: Checksums of what replay made of the step.
-        fence: Names the parameters, and which of them averages follow.
-        whose: Parameters, for the error.
-        recorded_by: What they differ from then.
-
-    Raises:
-        ReplayMismatch: Naming the first difference.
-    """
-    averages = {name: step.digests for name, step in shard.averages.items()}
-    parameters = fence.layout.parameters
-    for name, digests in {"": shard.digests, **averages}.items():
-        followed = set(fence.averages.get(name, ()))
-        known = [i for i in owned if not name or parameters[i].name in followed]
-        if digests and len(digests) != len(known):
-            raise ReplayMismatch(
-                f"step {shard.step} has {len(digests)} checksums for {len(known)} parameters",
-                step=shard.step,
-            )
-        for i, value in zip(known, digests, strict=False):
-            if i in held and value != found.tensors.get((shard.step, name, i), 0):
-                average = f" as {name!r} averages it" if name else ""
-                raise ReplayMismatch(
-                    f"after step {shard.step}, {parameters[i].name!r} of {whose}{average} "
-                    f"differs from {recorded_by}",
-                    step=shard.step,
-                )
-    for i, value in shard.state_digests.items():
-        kept = found.states.get((shard.step, i))
-        if kept is not None and value != state_digest(kept):
-            raise ReplayMismatch(
-                f"after step {shard.step}, the optimizer's state of {parameters[i].name!r} of {whose} "
-                f"differs from {recorded_by}",
-                step=shard.step,
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,12 @@ from lowdiff.persistence.format.values import decode, encode
 from lowdiff.recovery.images import aligned_tensors
 from lowdiff.recovery.load import empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
+from lowdiff.recovery.replay.checksums import Checksums, Look, check_digests
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
-from lowdiff.recovery.replay.unit import (
-    Checksums,
-    Look,
-    Scratch,
-    Step,
-    UnitState,
-    check_digests,
-)
+from lowdiff.recovery.replay.unit import Scratch, Step, UnitState
 from lowdiff.recovery.replica.file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.state import (
     OptimizerState,
@@ -117,6 +111,8 @@ class Shard:
         assert number == self.step + 1
         checksums = Checksums()
         is_resumed = bool((self.file.unit_steps >= number).any())
+        # A unit that was ahead would give the numbers of those that were behind, so nothing is told of states.
+        summed = frozenset[int]() if is_resumed else step.summed_states
         units = self._units or self._built()
         with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
@@ -128,15 +124,14 @@ class Shard:
                 if is_due:
                     self._finish_unit(index, unit.unit, number, looked)
                 if step.is_digested:
-                    # A unit that was ahead takes its parameter's numbers from those that were behind.
-                    states = [] if is_resumed else unit.look_at_states(step.summed_states)
+                    states = unit.look_at_states(summed)
                     unit.add_checksums([Look(number, looked, states)], checksums)
         check_digests(
             differential,
             self._shares[differential.rank],
             self._shares[differential.rank],
             checksums,
-            self._fence,
+            self.state,
             whose="the replica's parameters",
             recorded_by="those of the trainer",
         )

@@ -157,6 +157,14 @@ def test_a_fused_sgd_is_refused_where_its_momentum_is_not_what_the_formula_says(
     assert same(state.optimizer_state_dict()["state"], loop.optimizer.state_dict()["state"])
 
 
+def test_a_fused_sgd_over_a_frozen_half_width_layer_is_none_of_them(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 3))
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "staging") as checkpointer:
+        assert checkpointer.attach(model, optimizer) == 0
+
+
 def test_lbfgs_is_refused_whatever_it_can_do() -> None:
     try:
         optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(3))], maximize=True)  # type: ignore[call-arg]

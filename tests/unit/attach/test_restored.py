@@ -159,3 +159,27 @@ def test_a_scheduler_that_lost_a_part_of_its_state_is_named(
     again.attach(scheduler=less)
     assert "LD309" in caplog.text
     again.checkpointer.close()
+
+
+class Decay:
+    """What a LambdaLR stores of its function."""
+
+    def __init__(self, **facts: int) -> None:
+        vars(self).update(facts)
+
+    def __call__(self, epoch: int) -> float:
+        return 0.9**epoch
+
+
+def test_what_a_schedulers_function_holds_in_addition_is_a_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scheduler(loop: Loop, **facts: int) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(loop.optimizer, Decay(**facts))
+
+    loop = Loop(tmp_path)
+    loop.run(2, scheduler=scheduler(loop, first=1))
+    again = Loop(tmp_path)
+    again.attach(scheduler=scheduler(again, first=2, cache=3))
+    assert "LD309" in caplog.text
+    again.checkpointer.close()

@@ -15,7 +15,14 @@ from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.fences import read_fence, write_fence
 from lowdiff.recovery.inspect.inspection import inspect
 from tests.unit.loops import Loop
-from tests.unit.recovery.test_state_checksums import LAST, WRITTEN, live, one_weight, recover
+from tests.unit.recovery.test_state_checksums import (
+    COMPARED,
+    LAST,
+    WRITTEN,
+    live,
+    one_weight,
+    recover,
+)
 
 OTHER = "2.6.0+cpu"
 
@@ -52,10 +59,10 @@ def test_where_bits_part_both_versions_are_named_and_the_way_out(trained: Path) 
         with pytest.raises(ReplayMismatch) as caught:
             recover(trained, step)
         text = str(caught.value)
-        assert caught.value.step == WRITTEN
+        assert caught.value.step == COMPARED + 1
         assert f"torch {OTHER} made the step, this is torch {torch.__version__}" in text
         assert f"Start the training once with torch {OTHER}" in text
-        assert f"attach(..., step={WRITTEN - 1})" in text
+        assert f"attach(..., step={COMPARED})" in text
         assert "not noticed" not in text
 
 
@@ -68,15 +75,15 @@ def test_attach_stops_and_voids_nothing(trained: Path, tmp_path: Path) -> None:
     assert before <= files(folder / "run")
     assert inspect(folder / "run", folder / "staging").incarnations == 1
     made_with(folder, torch.__version__)  # the version to start with once
-    assert one_weight(folder, on_error="warn").attach() == WRITTEN - 1
+    assert one_weight(folder, on_error="warn").attach() == COMPARED
 
 
 def test_steps_are_given_up_on_purpose(trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "copy"))
     loop = one_weight(folder)
-    assert loop.attach(step=WRITTEN - 1) == WRITTEN - 1
+    assert loop.attach(step=COMPARED) == COMPARED
     loop.checkpointer.close()
-    assert recover(folder).step == WRITTEN - 1
+    assert recover(folder).step == COMPARED
 
 
 def test_both_versions_are_said_once_where_the_bits_agree(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.compressors import TopK
 from lowdiff.core.digest import entry_digests, state_digest
 from lowdiff.core.layout import spec_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
@@ -24,9 +25,11 @@ from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.types import Differential, Layout
 from tests.unit.loops import Loop
 
-WRITTEN, LAST = 16, 18
 #: Steps in which every state is summed once.
 TURNS = 8
+WRITTEN, LAST = 2 * TURNS, 2 * TURNS + 2
+#: The last step before it at which the state was summed.
+COMPARED = TURNS
 NEVER = {"snapshot_every": 1000}
 
 
@@ -73,7 +76,7 @@ def test_a_state_that_the_step_did_not_make_is_not_returned_as_the_steps(tmp_pat
     live(tmp_path, WRITTEN, WRITTEN)
     with pytest.raises(ReplayMismatch, match=r"after step 16, the optimizer's state of 'weight'"):
         recover(tmp_path, WRITTEN)
-    assert recover(tmp_path).step == WRITTEN - 1
+    assert recover(tmp_path).step == COMPARED
 
 
 def test_training_goes_on_before_such_a_step(
@@ -81,7 +84,7 @@ def test_training_goes_on_before_such_a_step(
 ) -> None:
     live(tmp_path, WRITTEN, WRITTEN)
     loop = one_weight(tmp_path)
-    assert loop.attach() == WRITTEN - 1
+    assert loop.attach() == COMPARED
     assert "the optimizer's state of 'weight'" in caplog.text
     loop.checkpointer.close()
 
@@ -157,6 +160,81 @@ def test_keys_and_memory_order_count() -> None:
     assert entry_digests({"a": holes}, spec) == entry_digests({"a": holes.clone()}, spec)
 
 
+def test_the_first_step_of_a_life_has_all_of_them_too(tmp_path: Path) -> None:
+    for until in (7, 10):
+        loop = Loop(tmp_path, make=momentum, settings=NEVER)
+        loop.attach()
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+        loop.checkpointer.close()
+    catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging"])
+    first = read_differential(catalog.of(1, 0)[8], Codec())
+    assert len(first.state_digests) == len(list(loop.model.parameters()))
+
+
+def test_recovery_ends_where_a_state_was_compared_last(tmp_path: Path) -> None:
+    """Of a parameter that is not used any more nothing else shows what happened to its state."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(20, 3, bias=False), nn.Linear(20, 3, bias=False)])
+    loop = Loop(tmp_path, model, make=momentum, settings=NEVER)
+    loop.attach()
+    for number in loop.checkpointer.steps(2 * TURNS + 2):
+        used = [part for part in model if part is model[0] or number < TURNS]
+        loop.optimizer.zero_grad()
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        torch.stack([part(inputs) for part in used]).square().mean().backward()
+        loop.optimizer.step()
+        if number + 1 == TURNS + 3:  # between two turns of the second
+            second = model[1].get_parameter("weight")
+            loop.optimizer.state[second]["momentum_buffer"].data[0, 0] += 1
+    loop.die()
+    compared = [r.step for r in records(tmp_path) if 1 in r.state_digests]
+    assert compared == [1, TURNS + 1, 2 * TURNS + 1]
+    with pytest.raises(ReplayMismatch, match=f"last compared at step {TURNS + 1}") as caught:
+        recover(tmp_path, 2 * TURNS + 1)
+    assert caught.value.step == TURNS + 2
+    assert recover(tmp_path).step == TURNS + 1
+
+
+class Rotated(torch.optim.Optimizer):
+    """A third party's, which keeps a basis for long that lies in memory column by column."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                own = self.state[p]
+                if not own:
+                    square = torch.eye(p.numel()) + torch.outer(p.flatten(), p.flatten())
+                    own["basis"] = torch.linalg.qr(square)[0]
+                # A product of matrices would round by how they lie in memory.
+                p.sub_(own["basis"].diagonal().reshape(p.shape) * p.grad * group["lr"])
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["log", "replica"])
+def test_state_in_another_memory_order_comes_through_snapshots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compressor: Any
+) -> None:
+    lowdiff.register_optimizer(Rotated, "tensor")
+    settings = {"snapshot_every": 7, "compressor": compressor, "imports": [__name__]}
+    loop = Loop(tmp_path, nn.Linear(20, 3), make=Rotated, settings=settings)
+    loop.attach()
+    assert not loop.optimizer.state
+    for number in loop.checkpointer.steps(11):
+        loop.step(number)
+    basis = loop.optimizer.state[loop.model.get_parameter("weight")]["basis"]
+    assert not basis.is_contiguous()
+    weights = loop.weights()
+    loop.die()
+    state = recover(tmp_path)
+    assert state.step == 11
+    assert same(dict(state.model_state_dict()), dict(weights))
+    assert not {"LD605", "LD606", "LD701"} & {getattr(r, "code", "") for r in caplog.records}
+
+
 class Restarts(torch.optim.Optimizer):
     """A third party's: at every fifth step it forgets what it kept."""
 
@@ -207,9 +285,8 @@ def test_state_may_go_and_come_within_the_steps_that_are_replayed_at_once(tmp_pa
     loop = Loop(tmp_path, make=Restarts, settings=NEVER)
     loop.attach()
     expected = {}
-    for number in loop.checkpointer.steps(
-        9
-    ):  # the tenth is proven, and refused for what it dropped
+    # The tenth step is proven, and refused for what it dropped.
+    for number in loop.checkpointer.steps(9):
         loop.step(number)
         expected[number + 1] = loop.weights()
     loop.die()

@@ -19,10 +19,11 @@ from lowdiff.core.layout import flat, layout_of
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.replay import optimizers
+from lowdiff.recovery.replay.checksums import Checksums, Look
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
-from lowdiff.recovery.replay.unit import Checksums, Look, Scratch, Step, UnitState
+from lowdiff.recovery.replay.unit import Scratch, Step, UnitState
 from lowdiff.recovery.state import SCALAR_STATE, OptimizerState, RecoveredState
 from lowdiff.types import (
     Block,
@@ -240,6 +241,13 @@ def test_what_a_list_of_betas_holds_may_change() -> None:
         weight.grad = torch.ones(70)
         with torch.no_grad():
             chooser.choose(optimizer)(optimizer)
+
+
+def test_what_lists_refuse_is_stepped_as_it_was() -> None:
+    weight = torch.nn.Parameter(torch.ones(70))
+    groups = [{"params": [weight], "differentiable": True}]
+    bare = inspect.unwrap(torch.optim.AdamW.step)
+    assert StepChooser().choose(torch.optim.AdamW(groups)) is bare
 
 
 def test_the_choice_of_a_group_stays_as_it_was() -> None:
