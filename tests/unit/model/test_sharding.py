@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -24,7 +23,6 @@ from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer, 
 from lowdiff.model.binding import describe, of_all_ranks
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.sharding import joined, local_of, part_of, refuse_ranks_outside, told
-from lowdiff.step.fsdp_hook import register_group_hooks
 from lowdiff.types import Layout, ParameterSpec
 
 
@@ -108,18 +106,6 @@ def test_a_mesh_of_some_of_the_ranks_is_refused(mesh: DeviceMesh) -> None:
     refuse_ranks_outside(parameter, 1)
     with pytest.raises(ConfigError, match=r"over 1 of the job's 2 ranks; .* of their own"):
         refuse_ranks_outside(parameter, 2)
-
-
-def test_a_torch_without_the_hook_is_refused(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = sharded(mesh)
-    monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
-    state: Any = None  # nothing is exchanged
-    with pytest.raises(ConfigError, match=r"from 2\.7.*update it, or use strategy=\"replica\""):
-        register_group_hooks(
-            model, dict(enumerate(model.parameters())), str, state, compresses=True
-        )
 
 
 def test_an_object_that_keeps_a_sharded_tensor_is_told_how_to_keep_its_part(

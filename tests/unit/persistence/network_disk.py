@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection
-from contextlib import nullcontext, suppress
 from itertools import count
-from pathlib import Path
 
 import pytest
+
+from tests.unlinked import by_os
 
 
 def keep_open(patch: pytest.MonkeyPatch, names: Collection[str]) -> None:
@@ -25,9 +25,5 @@ def keep_open(patch: pytest.MonkeyPatch, names: Collection[str]) -> None:
         other = os.path.join(folder, f".nfs{next(numbers):012d}")
         os.rename(path, other, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
-    def unlinked(path: Path, missing_ok: bool = False) -> None:
-        with suppress(FileNotFoundError) if missing_ok else nullcontext():
-            renames(path)
-
+    by_os(patch)
     patch.setattr(os, "unlink", renames)
-    patch.setattr(Path, "unlink", unlinked)

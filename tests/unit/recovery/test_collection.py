@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lowdiff.recovery.inspect import verify as verify_module
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.types import Retention
 from tests.unit.recovery.training import Trained, part_sums, train
+from tests.unlinked import by_os
 
 POLICY = Retention(snapshots=1, every_steps=9)
 
@@ -65,14 +66,8 @@ def killed_after(operations: int) -> Iterator[list[Any]]:
 
         return operation
 
-    def unlink(path: Path, missing_ok: bool = False) -> None:
-        with suppress(*([FileNotFoundError] if missing_ok else [])):
-            os.unlink(path)
-
     with pytest.MonkeyPatch.context() as patch:
-        # In Python 3.10 paths know the functions of before.
-        patch.setattr(Path, "unlink", unlink)
-        patch.setattr(Path, "rmdir", lambda path: os.rmdir(path))
+        by_os(patch)
         patch.setattr(os, "unlink", counted(os.unlink))
         patch.setattr(os, "rmdir", counted(os.rmdir))
         yield done

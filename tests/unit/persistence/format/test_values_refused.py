@@ -42,7 +42,7 @@ class Colour(IntEnum):
         (np.zeros(2, [("a", "f4")]), r"numpy\.ndarray"),
         (np.zeros(2).view(np.recarray), r"convert it to a plain ndarray"),
         (np.datetime64(1, "s"), r"datetime64"),
-        (np.longdouble(1), r"longdouble"),
+        (np.longdouble(1), r"longdouble|float128"),
         (torch.zeros(2).to_sparse(), r"layout torch\.sparse_coo"),
         (torch.zeros(2, device="meta"), r"device meta"),
         (torch.zeros([1] * 65), r"torch\.Tensor"),

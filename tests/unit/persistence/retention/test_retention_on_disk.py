@@ -26,6 +26,7 @@ from tests.mounts import tmpfs_or_skip
 from tests.unit.persistence.made_runs import RUN_ID
 from tests.unit.persistence.network_disk import keep_open
 from tests.unit.persistence.retained import fence
+from tests.unlinked import by_os
 
 
 def complete_run(root: Path, steps: list[int], world_size: int = 2) -> RunFolder:
@@ -95,6 +96,7 @@ def test_killed_before_any_deletion_it_leaves_only_complete_things(
         left -= 1
         unlink(*arguments, **options)
 
+    by_os(monkeypatch)
     monkeypatch.setattr(os, "unlink", counted)
     for deletions in range(100):
         folder = complete_run(tmp_path / str(deletions), [0, 10, 20])
@@ -127,6 +129,7 @@ def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
         done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
         fsync(descriptor)
 
+    by_os(monkeypatch)
     monkeypatch.setattr(os, "unlink", log_unlink)
     monkeypatch.setattr(os, "fsync", log_fsync)
     collect(folder, RUN_ID, Retention(1))
