@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     tested(python, of_row, args.tests)
                 if args.keep is None:
                     shutil.rmtree(home / row.name)
-                done = _counted({k: v for own in of_row.recovered.values() for k, v in own.items()})
+                done = ", ".join(f"{w}: {_counted(r)}" for w, r in of_row.recovered.items())
                 said = done if reads else f"{of_row.passed} passed, {len(of_row.failed)} failed"
                 print(f"{row.name}: {said}", flush=True)  # noqa: T201
                 _save(args.out, facts, tried, args.tests)
