@@ -38,7 +38,7 @@ MARKERS = "not slow and not gpu and not framework"
 #: Python, PyTorch and NumPy, as pip writes versions; no NumPy takes what pip does. The first PyTorch is
 #: the oldest that setup.cfg allows, and with it the oldest NumPy that has wheels for that Python.
 ROWS = (
-    "python3.10 2.10.0 1.26.4",
+    "python3.10 2.10.0 2.0.2",
     "python3.12 2.11.0",
     "python3.11 2.13.0",
     "python3.13 2.15.0",

@@ -75,7 +75,9 @@ def test_attach_stops_and_voids_nothing(trained: Path, tmp_path: Path) -> None:
     assert before <= files(folder / "run")
     assert inspect(folder / "run", folder / "staging").incarnations == 1
     made_with(folder, torch.__version__)  # the version to start with once
-    assert one_weight(folder, on_error="warn").attach() == COMPARED
+    loop = one_weight(folder, on_error="warn")
+    assert loop.attach() == COMPARED
+    loop.checkpointer.close()
 
 
 def test_steps_are_given_up_on_purpose(trained: Path, tmp_path: Path) -> None:
