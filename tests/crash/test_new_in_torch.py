@@ -19,7 +19,7 @@ from lowdiff.persistence.format.values import same
 from lowdiff.recovery.replay.optimizers import class_name
 from tests.crash.lives import Kill, assert_identical, history
 from tests.crash.pool import Pool
-from tests.crash.sharded.test_sharded import DIES_AT, UNTIL, ended, life, lines, steps
+from tests.crash.sharded.test_sharded import assert_a_kill_costs_nothing
 from tests.crash.trainings import Training, classifier, classify, plain_loop, wrapped
 from tests.unit.loops import Loop
 
@@ -88,17 +88,7 @@ _OVERRIDES = "param_dtype_override_fn" in {field.name for field in fields(MixedP
     ],
 )
 def test_new_ways_of_fsdp2(tmp_path: Path, kind: str, feature: str) -> None:
-    words = kind, "fused", UNTIL, "--features", feature
-    calm, torn = tmp_path / "calm", tmp_path / "torn"
-    ended(life(calm, 0, *words))
-    ranks = life(torn, 0, *words, "--die-at", DIES_AT)
-    for killed in ranks:
-        killed.wait()
-    ended(life(torn, 1, *words))
-    for rank in range(len(ranks)):
-        begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
-        assert begun == [0, DIES_AT]
-        assert steps(torn, rank) == steps(calm, rank)
+    assert_a_kill_costs_nothing(tmp_path, kind, "fused", feature)
 
 
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw", "spectral_unclamped"])

@@ -52,6 +52,21 @@ def steps(folder: Path, rank: int) -> dict[int, list[Any]]:
     return {line[0]: line[1:] for line in lines(folder, rank) if line[0] != "resumed"}
 
 
+def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, features: str) -> None:
+    """Kill all ranks of a training, resume it, and compare it with one that nobody killed."""
+    words = kind, optimizer, UNTIL, "--features", features
+    calm, torn = folder / "calm", folder / "torn"
+    ended(life(calm, 0, *words))
+    ranks = life(torn, 0, *words, "--die-at", DIES_AT)
+    for killed in ranks:
+        killed.wait()
+    ended(life(torn, 1, *words))
+    for rank in range(len(ranks)):
+        begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
+        assert begun == [0, DIES_AT]
+        assert steps(torn, rank) == steps(calm, rank)
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "optimizer", "features"),
@@ -75,17 +90,7 @@ def steps(folder: Path, rank: int) -> dict[int, list[Any]]:
 def test_a_killed_rank_costs_no_committed_step(
     tmp_path: Path, kind: str, optimizer: str, features: str
 ) -> None:
-    words = kind, optimizer, UNTIL, "--features", features
-    calm, torn = tmp_path / "calm", tmp_path / "torn"
-    ended(life(calm, 0, *words))
-    ranks = life(torn, 0, *words, "--die-at", DIES_AT)
-    for killed in ranks:
-        killed.wait()
-    ended(life(torn, 1, *words))
-    for rank in range(len(ranks)):
-        begun = [number for word, number, *_ in lines(torn, rank) if word == "resumed"]
-        assert begun == [0, DIES_AT]
-        assert steps(torn, rank) == steps(calm, rank)
+    assert_a_kill_costs_nothing(tmp_path, kind, optimizer, features)
 
 
 @pytest.mark.launch

@@ -14,7 +14,6 @@ from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.fences import read_fence, write_fence
 from lowdiff.recovery.inspect.inspection import inspect
-from tests.unit.loops import Loop
 from tests.unit.recovery.test_state_checksums import (
     COMPARED,
     LAST,
@@ -109,20 +108,10 @@ def test_both_versions_are_said_once_where_the_bits_agree(
 
 
 def test_what_a_replica_left_in_memory_is_not_given_up_either(tmp_path: Path) -> None:
-    def loop() -> Loop:
-        return one_weight(tmp_path, compressor=None)
-
-    dying = loop()
-    dying.attach()
-    for number in dying.checkpointer.steps(WRITTEN):
-        dying.step(number)
-        if number + 1 == WRITTEN:
-            buffer = dying.optimizer.state[dying.model.get_parameter("weight")]["momentum_buffer"]
-            buffer.data[0, 0] += 1
-    dying.die()
+    live(tmp_path, WRITTEN, WRITTEN, compressor=None)
     made_with(tmp_path, OTHER)
     with pytest.raises(ReplayMismatch, match=r"No step .* with torch 2\.6\.0\+cpu, .*step="):
-        loop().attach()
+        one_weight(tmp_path, compressor=None).attach()
 
 
 @pytest.mark.parametrize(

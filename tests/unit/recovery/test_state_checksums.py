@@ -196,8 +196,8 @@ def test_recovery_ends_where_a_state_was_compared_last(tmp_path: Path) -> None:
     assert recover(tmp_path).step == TURNS + 1
 
 
-class Rotated(torch.optim.Optimizer):
-    """A third party's, which keeps a basis for long that lies in memory column by column."""
+class ThirdParty(torch.optim.Optimizer):
+    """Steps tensor by tensor, and counts its steps in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -205,13 +205,30 @@ class Rotated(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
+            group["turn"] = group.get("turn", 0) + 1
             for p in (p for p in group["params"] if p.grad is not None):
-                own = self.state[p]
-                if not own:
-                    square = torch.eye(p.numel()) + torch.outer(p.flatten(), p.flatten())
-                    own["basis"] = torch.linalg.qr(square)[0]
-                # A product of matrices would round by how they lie in memory.
-                p.sub_(own["basis"].diagonal().reshape(p.shape) * p.grad * group["lr"])
+                self.update(p, group)
+
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter."""
+        raise NotImplementedError
+
+
+def gradient_of(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+class Rotated(ThirdParty):
+    """Keeps a basis for long that lies in memory column by column."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        own = self.state[p]
+        if not own:
+            square = torch.eye(p.numel()) + torch.outer(p.flatten(), p.flatten())
+            own["basis"] = torch.linalg.qr(square)[0]
+        # A product of matrices would round by how they lie in memory.
+        p.sub_(own["basis"].diagonal().reshape(p.shape) * gradient_of(p) * group["lr"])
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["log", "replica"])
@@ -235,37 +252,24 @@ def test_state_in_another_memory_order_comes_through_snapshots(
     assert not {"LD605", "LD606", "LD701"} & {getattr(r, "code", "") for r in caplog.records}
 
 
-class Restarts(torch.optim.Optimizer):
-    """A third party's: at every fifth step it forgets what it kept."""
+class Restarts(ThirdParty):
+    """Forgets at every fifth step what it kept."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["turn"] = group.get("turn", 0) + 1
-            for p in (p for p in group["params"] if p.grad is not None):
-                if group["turn"] % 5 == 0 or not self.state[p]:
-                    self.state[p] = {"m": torch.zeros_like(p)}
-                else:
-                    self.state[p]["n"] = torch.ones_like(p)
-                self.state[p]["m"].lerp_(p.grad, 0.1)
-                p.sub_(self.state[p]["m"] * group["lr"])
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if group["turn"] % 5 == 0 or not self.state[p]:
+            self.state[p] = {"m": torch.zeros_like(p)}
+        else:
+            self.state[p]["n"] = torch.ones_like(p)
+        self.state[p]["m"].lerp_(gradient_of(p), 0.1)
+        p.sub_(self.state[p]["m"] * group["lr"])
 
 
-class Numbered(torch.optim.Optimizer):
-    """A third party's, which keeps its state under a number."""
+class Numbered(ThirdParty):
+    """Keeps its state under a number."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self.state[p].setdefault(0, torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                p.sub_(self.state[p][0] * group["lr"])
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[p].setdefault(0, torch.zeros_like(p)).lerp_(gradient_of(p), 0.1)
+        p.sub_(self.state[p][0] * group["lr"])
 
 
 def test_what_is_kept_under_a_number_has_no_such_checksum(tmp_path: Path) -> None:

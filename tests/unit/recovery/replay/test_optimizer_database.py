@@ -233,14 +233,17 @@ def test_a_rate_that_is_a_tensor_is_stepped_as_it_was() -> None:
 
 
 def test_what_a_list_of_betas_holds_may_change() -> None:
-    weight = torch.nn.Parameter(torch.ones(70))
-    optimizer = torch.optim.Adam([weight], lr=0.1, betas=[0.5, 0.9])  # type: ignore[arg-type]
+    weights = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
+    chosen, real = (torch.optim.Adam([weight], lr=0.1) for weight in weights)
     chooser = StepChooser()
     for betas in ([0.5, 0.9], [0, 0.9], (torch.tensor(0.5), torch.tensor(0.9)), [0.5, 0.9]):
-        optimizer.param_groups[0]["betas"] = betas
-        weight.grad = torch.ones(70)
+        for optimizer, weight in zip((chosen, real), weights, strict=True):
+            optimizer.param_groups[0]["betas"] = betas
+            weight.grad = torch.linspace(-1, 1, 70)
         with torch.no_grad():
-            chooser.choose(optimizer)(optimizer)
+            chooser.choose(chosen)(chosen)
+        real.step()
+        assert same(weights[0].detach(), weights[1].detach())
 
 
 def test_what_lists_refuse_is_stepped_as_it_was() -> None:
