@@ -23,6 +23,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.harness import (
     BLUE,
     INK,
@@ -177,4 +178,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

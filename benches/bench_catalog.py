@@ -28,6 +28,7 @@ from crc32c import crc32c
 from matplotlib.axes import Axes
 
 import lowdiff
+from benches import ending
 from benches.catalog_run import Shape, checkpointer, make_run, trainer
 from benches.harness import BLUE, INK, RED, Result, arguments, dots, machine, write
 from benches.peak import Peak
@@ -232,4 +233,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -33,6 +33,7 @@ import numpy.typing as npt
 import torch
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.bench_overhead import Compression, Trainee
 from benches.corpus import batch_for_step, load_corpus
 from benches.gpt import GPTConfig
@@ -317,4 +318,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

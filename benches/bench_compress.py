@@ -39,6 +39,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benches import ending
 from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from benches.peak import Peak
@@ -392,4 +393,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

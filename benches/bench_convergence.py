@@ -41,6 +41,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benches import ending
 from benches.corpus import batch_for_step, held_out_batch, load_corpus
 from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, Result, arguments, machine, write
@@ -414,4 +415,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -45,6 +45,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.effective_figures import (
     figures_of,
     life_of,
@@ -356,4 +357,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -28,6 +28,7 @@ from multiprocessing.context import SpawnProcess
 import numpy as np
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.gpt import GPTConfig
 from benches.harness import BLUE, INK, MUTED, RED, Result, arguments, machine, write
 from benches.runs import Places, places
@@ -297,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from benches import ending
 from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, Result, arguments, machine, save
 from lowdiff.compressors import TopK
@@ -383,4 +384,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    ending.run(lambda: main(sys.argv[1:]))

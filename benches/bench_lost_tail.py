@@ -32,6 +32,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import nn
 
+from benches import ending
 from benches.bench_convergence import TASKS, Task, share_of_rate
 from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, Result, arguments, machine, write
 from lowdiff.recovery.prediction import History, Predictor, Stale, choose
@@ -270,4 +271,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -32,6 +32,7 @@ from matplotlib.axes import Axes
 
 import lowdiff
 import lowdiff.testing
+from benches import ending
 from benches.bench_overhead import Batch, Trainee, pair_arguments
 from benches.corpus import batch_for_step, load_corpus
 from benches.gpt import GPTConfig
@@ -372,4 +373,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -31,6 +31,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 import lowdiff
+from benches import ending
 from benches.corpus import batch_for_step, load_corpus
 from benches.gpt import GPT, GPTConfig
 from benches.harness import (
@@ -410,4 +411,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -33,6 +33,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches import peer_memory_life as life
 from benches.gpt import GPT
 from benches.harness import (
@@ -344,4 +345,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

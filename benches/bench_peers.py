@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, save
 from benches.peers.cells import FIRST_KILL, Plan, Settings, carry_out, is_done, plan_cells, settled
 from benches.peers.systems import QUICK, SYSTEMS
@@ -209,8 +209,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = parsed(argv)
-    # So that a cell that is cut short is cleared away, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine()
     wanted = settings_from(args)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -235,4 +233,4 @@ def is_inexact(cell: Mapping[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

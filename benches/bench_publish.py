@@ -28,6 +28,7 @@ from matplotlib.axes import Axes
 from safetensors.torch import load_file, save_file
 
 import lowdiff
+from benches import ending
 from benches.bench_overhead import Trainee
 from benches.corpus import batch_for_step, load_corpus
 from benches.gpt import GPTConfig
@@ -299,4 +300,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.growth_turn import Growth, Turn, alone
 from benches.harness import BLUE, INK, MUTED, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
@@ -262,4 +263,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

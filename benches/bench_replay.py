@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.gpt import GPT, GPTConfig
 from benches.harness import (
     BLUE,
@@ -188,4 +189,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
 
 import lowdiff
+from benches import ending
 from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
@@ -200,4 +201,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

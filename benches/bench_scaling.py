@@ -25,6 +25,7 @@ from matplotlib.axes import Axes
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from benches import ending
 from benches.harness import BLUE, GREEN, INK, MUTED, RED, Result, abba, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from benches.runs import Places, places, plan_from
@@ -251,4 +252,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

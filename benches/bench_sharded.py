@@ -19,6 +19,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches import sharded_life as life
 from benches.gpt import GPT
 from benches.harness import (
@@ -132,4 +133,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

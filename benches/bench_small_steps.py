@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 import lowdiff
+from benches import ending
 from benches.harness import BLUE, INK, Result, arguments, machine, write
 from benches.runs import Places, places
 from lowdiff.compressors import TopK
@@ -125,4 +126,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -36,6 +36,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, Result, arguments, machine, write
 from benches.runs import Places, places
@@ -413,4 +414,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

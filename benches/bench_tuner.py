@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 import lowdiff
+from benches import ending
 from benches.gpt import GPTConfig
 from benches.harness import (
     BLUE,
@@ -198,4 +199,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -18,6 +18,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benches import ending
 from benches.bench_convergence import ARMS, key_of
 from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, draw_panels
 
@@ -73,4 +74,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

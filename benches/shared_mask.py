@@ -29,6 +29,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from benches import ending
 from benches.bench_convergence import share_of_rate, text
 from benches.harness import arguments
 from benches.hooked import in_ranks
@@ -149,4 +150,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

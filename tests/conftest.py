@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benches import ending
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
@@ -21,6 +22,11 @@ settings.load_profile("whatever the machine")
 # `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure() -> None:
+    """Let no process of a test outlive this one, however it ends."""
+    ending.leave_nothing()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lowdiff.commit.run_lock import RunLock
 from lowdiff.core.events import Code
+from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import RankLost, RanksDiverged, UsageError
 from lowdiff.model.ranks import Ranks
 
@@ -116,13 +117,11 @@ class News:
         if self._coming is None:
             return (self._told,)
         work, all_words = self._coming
+        patience = self._patience
         try:
             if timeout_seconds is not None:
-                work.wait(timedelta(seconds=timeout_seconds))
-            elif self._patience is not None:
-                work.wait(self._patience)
-            else:
-                work.wait()
+                patience = timedelta(seconds=timeout_seconds)
+            wait_for_ranks(work.wait, *(() if patience is None else (patience,)))
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None

@@ -14,6 +14,13 @@ from lowdiff.recovery.state import RecoveredState
 
 
 @dataclass(slots=True)
+class Seconds:
+    """Time that a kind of work has taken."""
+
+    total: float = 0.0
+
+
+@dataclass(slots=True)
 class Counters:
     """Since ``attach``; times are of the training thread. A step costs the same at any age.
 
@@ -26,8 +33,8 @@ class Counters:
     steps: int = 0
     snapshots: int = 0
     staged_bytes: int = 0
-    training_thread_seconds: float = 0.0
-    snapshot_seconds: float = 0.0
+    training_thread_seconds: Seconds = field(default_factory=Seconds)
+    snapshot_seconds: Seconds = field(default_factory=Seconds)
     waiting_seconds: float = 0.0
     unprotected_steps: int = 0
     dropped_steps: int = 0
@@ -35,34 +42,35 @@ class Counters:
     step_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES))
     lag_steps: Histogram = field(default_factory=lambda: Histogram(STEPS))
 
-    def timed(self, counter: str) -> Timed:
-        """Add the time spent inside a ``with`` block, without waiting, to a counter."""
-        return Timed(self, counter)
+    def timed(self, spent: Seconds) -> Timed:
+        """Add the time spent inside a ``with`` block, without waiting, to one of the counters."""
+        return Timed(self, spent)
 
     def document(self) -> dict[str, Any]:
         """As plain values, under the names of ``Checkpointer.stats()``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: value.value().document() if isinstance(value, Histogram) else value
-            for name, value in values.items()
-        }
+        return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: float | Seconds | Histogram) -> Any:
+    if isinstance(value, Seconds):
+        return value.total
+    return value.value().document() if isinstance(value, Histogram) else value
 
 
 class Timed:
     """Measures a block of the training thread; see `Counters.timed`."""
 
-    __slots__ = ("_counter", "_counters", "_started")
+    __slots__ = ("_counters", "_spent", "_started")
 
-    def __init__(self, counters: Counters, counter: str) -> None:
-        self._counters, self._counter = counters, counter
+    def __init__(self, counters: Counters, spent: Seconds) -> None:
+        self._counters, self._spent = counters, spent
 
     def __enter__(self) -> None:
         self._started = time.perf_counter() - self._counters.waiting_seconds
 
     def __exit__(self, *_: object) -> None:
-        counters = self._counters
-        spent = time.perf_counter() - counters.waiting_seconds - self._started
-        setattr(counters, self._counter, getattr(counters, self._counter) + spent)
+        self._spent.total += time.perf_counter() - self._counters.waiting_seconds - self._started
 
 
 def writer_document(status: WriterStatus) -> dict[str, Any]:
@@ -102,8 +110,8 @@ class Meter:
         counters = self._counters
         now = time.perf_counter()
         totals = (
-            counters.training_thread_seconds,
-            counters.snapshot_seconds,
+            counters.training_thread_seconds.total,
+            counters.snapshot_seconds.total,
             counters.waiting_seconds,
             counters.staged_bytes,
             counters.snapshots,

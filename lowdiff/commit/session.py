@@ -21,7 +21,7 @@ from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.step.gate import StepGate
 from lowdiff.step.recorder import Recorder
-from lowdiff.step.states import Sealed, State
+from lowdiff.step.states import Change, Sealed, State
 
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
@@ -65,7 +65,7 @@ class Session:
         self._staging = staging
         self._schedule = schedule
         self._meter = meter
-        self._warned: set[str] = set()
+        self._warned: set[tuple[Code, str | Change | None]] = set()
         self._base_step = step
         self._sealed = recorder.base(step)
         staging.stage_base(self._sealed)
@@ -128,7 +128,7 @@ class Session:
         recorder = self.recorder
         recorder.refuse_autocast(index)
         counters, device = self.queue.storage.counters, self._live.attached.device
-        with counters.timed("training_thread_seconds"), without_autocast(device):
+        with counters.timed(counters.training_thread_seconds), without_autocast(device):
             recorder.begin_call(index)
             self.hear()
             self.gate.enter()
@@ -138,7 +138,8 @@ class Session:
 
     def after_optimizer(self, index: int) -> None:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
-        with self.queue.storage.counters.timed("training_thread_seconds"):
+        counters = self.queue.storage.counters
+        with counters.timed(counters.training_thread_seconds):
             self.recorder.end(index)
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
@@ -194,7 +195,8 @@ class Session:
         if device.type != "cpu":  # a body may run on a stream of the user's
             torch.accelerator.synchronize(device)
         self.keep_staging()
-        with self.queue.storage.counters.timed("training_thread_seconds"):
+        counters = self.queue.storage.counters
+        with counters.timed(counters.training_thread_seconds):
             heard = self._agree()
             sealed = self._seal()
             self._staging.stage(sealed)
@@ -234,9 +236,7 @@ class Session:
             text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
             self._warn_once(Code.LARGE_ITEM, name, text)
         if sealed.warning:
-            self._warn_once(
-                Code.STEP_NEEDS_SNAPSHOT, sealed.warning.partition(" ")[0], sealed.warning
-            )
+            self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
         return sealed
 
     def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
@@ -326,9 +326,9 @@ class Session:
         self._staging.show(self.step, self.committed_step, preempted=is_preempted)
         self.agreement.note(self._live.incarnation, self.committed_step)
 
-    def _warn_once(self, code: Code, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def _warn_once(self, code: Code, key: str | Change | None, text: str) -> None:
+        if (code, key) not in self._warned:
+            self._warned.add((code, key))
             code.warn(f"{text}. This is said once", rank=self._live.rank)
 
 

@@ -438,7 +438,7 @@ class Images:
             StorageError: If there is no memory for a required one.
         """
         storage = self._storage
-        with storage.counters.timed("snapshot_seconds"):
+        with storage.counters.timed(storage.counters.snapshot_seconds):
             try:
                 size, checksum = stage_image(
                     storage.folder.snapshot, tensors(), torch.get_num_threads()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import leave, own_group, timeout_of
 from lowdiff.core.layout import dtype_name
+from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, StorageError
 from lowdiff.persistence.files.durable import make_directory, replaced
 from lowdiff.persistence.format.values import decode, encode
@@ -82,7 +83,8 @@ class Ranks:
             for other in others:
                 work = start(word, other, self.group)
                 assert work is not None
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+                wait_for_ranks(work.wait, left)
 
         try:
             for start in (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv):
@@ -216,7 +218,7 @@ class Ranks:
 
         def arrived() -> torch.Tensor:
             work, piece = under_way.popleft()
-            work.wait()
+            wait_for_ranks(work.wait)
             return piece
 
         for piece, owner in pieces:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lowdiff.compressors.collectives import completed
 from lowdiff.compressors.dense import mean
 from lowdiff.core.layout import flat
+from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel
 from lowdiff.model.sharding import local_of
 from lowdiff.step.ddp_hook import HookState
@@ -60,7 +61,7 @@ class GroupHook:
         members = parameters_of(self._group)
         parameters = [parameter for parameter, _ in members]
         if not self._compresses:
-            self._state.exchange(parameters, (), buffer).wait()
+            wait_for_ranks(self._state.exchange(parameters, (), buffer).wait)
             return
         if sum(size for _, size in members) != buffer.numel():
             raise UnsupportedModel(
@@ -80,7 +81,7 @@ class GroupHook:
                 earlier = flat(local_of(parameter.grad))
                 gradient.add_(earlier)
                 earlier.fill_(-0.0)
-        self._state.exchange(parameters, gradients, wide).wait()
+        wait_for_ranks(self._state.exchange(parameters, gradients, wide).wait)
         if wide is not buffer:
             self._narrow = None if buffer.is_cpu else buffer.detach()
             buffer.data = wide

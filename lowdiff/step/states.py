@@ -100,9 +100,14 @@ class Sealed:
         return bool(self.changes)
 
     @property
+    def first_change(self) -> Change | None:
+        """The change that the user is told of, in the order of `Change`."""
+        return next((change for change in Change if change in self.changes), None)
+
+    @property
     def warning(self) -> str:
         """Text that tells the user of the first change; empty where there is nothing to tell."""
-        first = next((change for change in Change if change in self.changes), None)
+        first = self.first_change
         if first is None:
             return ""
         return str(first.value).format(step=self.differential.step, calls=self.calls)

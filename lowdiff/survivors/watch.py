@@ -21,6 +21,7 @@ from types import TracebackType
 
 from lowdiff.commit.session import Session
 from lowdiff.core.events import Code
+from lowdiff.core.waiting import waits_for_ranks
 from lowdiff.survivors.survivor import Survivor
 
 _LOOK_SECONDS = 0.25
@@ -31,14 +32,11 @@ _LEAST_HANG_SECONDS, _HANG_STEPS = 60.0, 20
 _NUM_STEPS = 50
 #: How long a save that is under way may take to end.
 _CLOSE_SECONDS = 25.0
-#: Where the main thread waits for other ranks: innermost Python frames of collectives and backward passes.
+#: Where PyTorch waits for other ranks: innermost Python frames of its collectives and backward passes.
 _WAITING_IN = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "nn", "parallel", "distributed.py"),
     os.path.join("torch", "autograd", "graph.py"),
-    os.path.join("lowdiff", "commit", "agreement.py"),
-    os.path.join("lowdiff", "model", "ranks.py"),
-    os.path.join("compressors", "collectives.py"),
 )
 
 
@@ -224,6 +222,7 @@ class _MainThread:
         if frame is None:
             return False
         before, self._place = self._place, (id(frame.f_code), frame.f_lasti)
-        if any(part in frame.f_code.co_filename for part in _WAITING_IN):
+        in_torch = any(part in frame.f_code.co_filename for part in _WAITING_IN)
+        if in_torch or waits_for_ranks(self._identity):
             return True
         return not self._is_on_host and before == self._place

@@ -13,6 +13,8 @@ from pathlib import Path
 from lowdiff.core.events import printable
 from lowdiff.errors import StorageError
 
+#: Second line of the lock of a folder whose trainer holds it; the first describes the holder.
+_TRAINER = "trainer"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -28,7 +30,12 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(
-        self, description: str, *, timeout_seconds: float = 0.0, shared: bool = False
+        self,
+        description: str,
+        *,
+        timeout_seconds: float = 0.0,
+        shared: bool = False,
+        trains: bool = False,
     ) -> bool:
         """Take the lock; return False if another process holds it for the whole waiting time.
 
@@ -36,6 +43,7 @@ class FileLock:
             description: Description of the holder, for others to read; shared holders write none.
             timeout_seconds: How long to wait.
             shared: Whether to share the lock with others, and keep out only exclusive holders.
+            trains: Whether the holder trains with what the lock guards; see `trains`.
 
         Raises:
             StorageError: If the file system has no locks.
@@ -60,16 +68,24 @@ class FileLock:
         with contextlib.suppress(OSError):  # a full disk does not prevent locking
             if not shared:
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, description.encode(), 0)
+                text = f"{description}\n{_TRAINER}" if trains else description
+                os.pwrite(descriptor, text.encode(), 0)
         _held.add(self)
         return True
 
     def holder(self) -> str:
         """Return the description that a holder wrote last."""
+        return printable(self._lines()[0]) or "an unknown process"
+
+    def trains(self) -> bool:
+        """Return whether whoever took the lock last, alone, trains with what it guards."""
+        return self._lines()[1:] == [_TRAINER]
+
+    def _lines(self) -> list[str]:
         try:
-            return printable(self.path.read_text(errors="replace")[:200]) or "an unknown process"
+            return self.path.read_text(errors="replace")[:200].split("\n")
         except OSError:
-            return "an unknown process"
+            return [""]
 
     def release(self) -> None:
         """Release the lock; does nothing when not held."""

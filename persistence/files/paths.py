@@ -86,9 +86,9 @@ _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _REPLICA_STATE_NAME = re.compile(r"replica-(\d{8})")
 _GUEST_SAVED_NAME = re.compile(r"guest-(\d{4})\.saved")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-#: Files of a rank's items.
 #: Images of a copy, which take turns.
 NUM_COPIED = 2
+#: Files of a rank's items.
 NUM_ITEM_SLOTS = 4
 
 

@@ -7,7 +7,6 @@ replayed as ever.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,8 +44,6 @@ from lowdiff.recovery.replica.share import Shard, share_step
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
-#: How a trainer describes itself in its lock; others add what they do with its memory.
-_TRAINER = re.compile(r"process \d+")
 #: Time enough for whoever has just taken a lock to say who it is.
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
@@ -457,7 +454,7 @@ def _is_at_rest(stage: StagingFolder) -> bool:
     try:
         trainer, *others = map(FileLock, (stage.trainer_lock, *stage.state_locks))
         is_free = _is_free(trainer, _GLANCE_SECONDS)
-        if not is_free and _TRAINER.fullmatch(trainer.holder()):
+        if not is_free and trainer.trains():
             return False
         for lock in (trainer, *others):
             if not _is_free(lock, _PATIENCE_SECONDS):

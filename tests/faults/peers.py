@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from benches import ending
 from lowdiff.errors import LowDiffError
 from tests.faults.damage import kept
 from tests.faults.kills import kills
@@ -220,4 +221,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

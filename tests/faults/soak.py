@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 
 import lowdiff
+from benches import ending
 from lowdiff.core.numerics import environment_of
 from tests.faults.damage import cuts, flips, make_victims, resumptions
 from tests.faults.fuzz import fuzz, fuzz_guided
@@ -233,4 +234,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(lambda: sys.exit(main()))

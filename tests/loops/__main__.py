@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benches import ending
 from tests.loops.check import Verdict, check
 from tests.loops.generate import generate
 
@@ -25,8 +25,6 @@ def main() -> None:
     args = parser.parse_args()
     seeds = args.only or range(args.seed, args.seed + args.count)
     kinds: Counter[str] = Counter()
-    # Ends and cleans up as after Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="loops-") as folder:
 
         def run(seed: int) -> tuple[int, Verdict]:
@@ -55,4 +53,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benches import ending
+
 ROOT = Path(__file__).parents[2]
 SMOKE = Path(__file__).with_name("smoke.py")
 #: What a wheel is made of; build/ and others' traces stay out of it.
@@ -100,4 +102,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benches import ending
 from benches.harness import machine
 from tests.versions.written import VARIES
 
@@ -278,4 +279,4 @@ def _save(
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -94,6 +94,21 @@ def test_whoever_waits_is_told_who_holds_it(path: Path) -> None:
     lock.release()
 
 
+def test_whether_its_holder_trains_is_no_part_of_the_description(path: Path) -> None:
+    lock = FileLock(path)
+    assert not lock.trains()
+    assert lock.acquire("process 41", trains=True)
+    assert FileLock(path).trains()
+    assert FileLock(path).holder() == "process 41"
+    lock.release()
+    assert lock.acquire("process 41")  # which only looks
+    assert not FileLock(path).trains()
+    lock.release()
+    path.write_text("process 41\nby another version\n", encoding="utf-8")
+    assert not lock.trains()
+    assert lock.holder() == "process 41"
+
+
 def test_a_waiter_gets_it_when_it_is_released_in_time(path: Path) -> None:
     lock = FileLock(path)
     assert lock.acquire("first")
