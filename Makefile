@@ -1,8 +1,8 @@
 # `make test` and `make demo` need nothing but Python 3.10 or newer; they set up .venv themselves.
 
 PYTHON ?= python3
-# What `make test` leaves out; `make test MARKERS=slow` runs only the slow ones.
-MARKERS ?= not slow and not gpu and not framework
+# Left to other machines and commands.
+ELSEWHERE := not gpu and not framework
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
 # For which `make wheel` proves the wheel.
@@ -20,16 +20,24 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test test-integrations test-versions coverage soak wheel demo bench bench-peers check lint format clean
+.PHONY: test test-all test-integrations test-versions coverage soak wheel demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
-test test-integrations test-versions coverage: export OMP_WAIT_POLICY := passive
+test test-all test-integrations test-versions coverage: export OMP_WAIT_POLICY := passive
 
-# Without a cache mypy takes one core for half a minute: the tests do not wait for it.
+# Five minutes. Without a cache mypy takes one core for half a minute: the tests do not wait for it.
 test: lint
 	@types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & mypy=$$!; \
-	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal; tests=$$?; \
-	wait $$mypy; code=$$?; cat $$types; rm $$types; exit $$((tests ? tests : code))
+	$(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal & tests=$$!; \
+	trap 'kill $$mypy $$tests; rm -f $$types; exit 143' TERM INT HUP; \
+	wait $$tests; failed=$$?; wait $$mypy; code=$$?; cat $$types; rm $$types; \
+	exit $$((failed ? failed : code))
+
+# Ten more: what takes longer, and of random examples many. All but campaigns (`soak`).
+test-all: test
+	@$(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough \
+	  -n $(WORKERS) --dist worksteal & tests=$$!; \
+	trap 'kill $$tests; exit 143' TERM INT HUP; wait $$tests
 
 # Trainings of frameworks that are killed and go on; the frameworks are large, and so no part of `make test`.
 test-integrations: .venv/installed-dev .venv/installed-integrations
@@ -43,7 +51,7 @@ test-versions: .venv/installed-plot .venv/installed-dev
 # Fails where less than nine tenths are reached. Left out is a test that nobody else's modules are
 # loaded, as those of the measurement would be.
 coverage: .venv/installed-dev
-	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal --cov --cov-report=term \
+	$(BIN)/pytest -q -m "$(ELSEWHERE)" -n $(WORKERS) --dist worksteal --cov --cov-report=term \
 	  --deselect tests/unit/persistence/writer/test_writer.py::test_it_loads_neither_torch_nor_the_users_modules_and_stays_small
 
 # An hour or more; `make soak SOAK_MINUTES=5` does less of everything.

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,10 +17,16 @@ from tests.background import fork_processes
 from tests.crash.pool import Pool
 
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
-settings.register_profile(
-    "whatever the machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("whatever the machine")
+for profile, examples in (("quick", 20), ("thorough", 150)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("quick")
+#: Of a file whose tests are all slow.
+_ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 
 # `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,6 +36,27 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_configure() -> None:
     """Let no process of a test outlive this one, however it ends."""
     ending.leave_nothing()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file whose tests are all slow, where none of these runs."""
+    is_left_out = "not slow" in config.option.markexpr and collection_path.suffix == ".py"
+    if is_left_out and _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but the first so many cases of a test to `make test-all`, where it is marked ``cases``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("cases")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

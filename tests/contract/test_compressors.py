@@ -83,7 +83,6 @@ def on_a_rank(rank: int, world_size: int, some: list[Case]) -> list[list[dict[st
 
 
 @given(case=cases(), block_elements=st.integers(1, 2000))
-@settings(max_examples=60)
 def test_alone_any_block_decodes_to_the_bits_consumed(case: Case, block_elements: int) -> None:
     assert_decodes(case, [run(case, 0, None)], block_elements)
 

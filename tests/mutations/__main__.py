@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +36,15 @@ _CALLS = frozenset(
 )
 _BOUNDS: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _PER_KIND = 2
+_ANYWHERE = ["-n", "3", "--dist", "worksteal", "-m"]
+#: What the Makefile's targets run, the second without what the first has run.
+TIERS = {
+    "test": [*_ANYWHERE, "not slow and not gpu and not framework"],
+    "test-all": [
+        "--hypothesis-profile=thorough",
+        *(*_ANYWHERE, "(slow or hypothesis) and not gpu and not framework"),
+    ],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,26 +171,44 @@ def draw(seed: int) -> list[Mutation]:
     ]
 
 
-def run(drawn: Sequence[Mutation], words: Sequence[str]) -> list[dict[str, object]]:
-    """Run the tests over each fault; return what was noticed, and by which test."""
-    found = []
-    for mutation in drawn:
-        with work_tree("HEAD") as tree:
-            if not mutation.apply(tree):
-                sys.exit(f"its text is gone, draw anew: {mutation}")
-            started = time.monotonic()
-            result = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=False)
-            failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
-            found.append(
-                {
-                    **asdict(mutation),
-                    "caught": result.returncode != 0,
-                    "by": failed[0] if failed else "",
-                    "seconds": time.monotonic() - started,
-                }
+def run(mutation: Mutation, tiers: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """Put a fault into a work tree and run the tests there, tier by tier, until one fails.
+
+    Returns:
+        The fault, the tier that noticed it (empty: none did), the test that failed, and how long it took.
+    """
+    found: dict[str, object] = {**asdict(mutation), "tier": "", "by": ""}
+    started = time.monotonic()
+    with work_tree("HEAD") as tree:
+        if not mutation.apply(tree):
+            sys.exit(f"its text is gone, draw anew: {mutation}")
+        for tier, words in tiers.items():
+            # The tree's own packages, not those that the environment was installed from.
+            result = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                    "-rfE",
+                    "-p",
+                    "no:cacheprovider",
+                    *words,
+                ],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                capture_output=True,
+                text=True,
+                check=False,
             )
-            print(json.dumps(found[-1]), flush=True)  # noqa: T201
-    return found
+            if result.returncode != 0:
+                failed = [
+                    l for l in result.stdout.splitlines() if l.startswith(("FAILED", "ERROR"))
+                ]
+                found |= {"tier": tier, "by": failed[0] if failed else result.stdout[-1000:]}
+                break
+    return {**found, "seconds": round(time.monotonic() - started)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -189,17 +218,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("action", choices=("draw", "run"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markers", default="not slow and not gpu and not framework")
+    parser.add_argument("--only", type=int, nargs="*", help="these of the drawn ones, from 0")
     args = parser.parse_args(argv)
     if args.action == "draw":
         text = json.dumps([asdict(mutation) for mutation in draw(args.seed)], indent=1)
         DRAWN.write_text(text + "\n", encoding="utf-8")
         return
     drawn = [Mutation(**entry) for entry in json.loads(DRAWN.read_text(encoding="utf-8"))]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-rf", "-p", "no:cacheprovider"]
-    found = run(drawn, [*pytest, "-n", "3", "--dist", "worksteal", "-m", args.markers])
-    caught = sum(bool(entry["caught"]) for entry in found)
-    print(f"{caught} of {len(found)} caught")  # noqa: T201
+    caught: Counter[object] = Counter()
+    for number in args.only or range(len(drawn)):
+        found = run(drawn[number], TIERS)
+        caught[found["tier"]] += 1
+        print(json.dumps(found), flush=True)  # noqa: T201
+    print(", ".join(f"{tier or 'not noticed'}: {n}" for tier, n in caught.items()))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Trains two steps in a fresh process and rebuilds the first one: the body of a test."""
+"""Trains two steps in a fresh process and rebuilds the first one: what a process of a test runs."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -11,8 +10,13 @@ import lowdiff
 from lowdiff.compressors import TopK
 
 
-def main(folder: Path) -> None:
-    """Fail if the first optimizer step of this process cannot be replayed bit for bit."""
+def main(place: str) -> None:
+    """Fail if the first optimizer step of this process cannot be replayed bit for bit.
+
+    Args:
+        place: Folder of its run.
+    """
+    folder = Path(place)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 6000), torch.nn.ReLU(), torch.nn.Linear(6000, 3)
@@ -27,7 +31,3 @@ def main(folder: Path) -> None:
             model(torch.randn(8, 20)).square().mean().backward()
             optimizer.step()
     lowdiff.recover(folder / "run", 1, staging=folder / "staging")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.core.layout import flat, shaped
@@ -99,7 +99,6 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[l
 
 
 @given(divisions())
-@settings(max_examples=150, deadline=None)
 def test_any_division_holds_the_same_elements(
     division: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
 ) -> None:
@@ -135,7 +134,6 @@ def test_what_is_whole_already_stays_as_it_is() -> None:
 
 
 @given(divisions())
-@settings(max_examples=100, deadline=None)
 def test_frozen_shards_are_cut_from_the_items_that_are_needed(
     division: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
 ) -> None:

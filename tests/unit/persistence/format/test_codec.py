@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -297,7 +297,6 @@ def test_a_frame_that_claims_more_than_it_can_hold_allocates_nothing() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
 def test_damage_in_frames_takes_no_more_memory_than_the_entries_do(data: st.DataObject) -> None:
     coding, original = data.draw(st.sampled_from(LONG_SAMPLES))
     stored = bytearray(CODEC.encode(coding, original))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -381,7 +381,6 @@ def test_an_iteration_waits_for_a_target_and_ends_with_the_last_version(tmp_path
     assert list(Subscriber(tmp_path / "never", look_seconds=0.01, idle_seconds=0.02)) == []
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     actions=st.lists(
         st.sampled_from(["publish", "read", "anew", "withdraw", "fresh"]), max_size=25
