@@ -82,11 +82,13 @@ def on_a_rank(rank: int, world_size: int, some: list[Case]) -> list[list[dict[st
     return [run(case, rank, dist.group.WORLD) for case in some]
 
 
+@pytest.mark.slow
 @given(case=cases(), block_elements=st.integers(1, 2000))
 def test_alone_any_block_decodes_to_the_bits_consumed(case: Case, block_elements: int) -> None:
     assert_decodes(case, [run(case, 0, None)], block_elements)
 
 
+@pytest.mark.slow
 @given(case=cases(), world_size=st.integers(2, 3), block_elements=st.integers(1, 2000))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
@@ -99,6 +101,7 @@ def test_ranks_together_decode_to_the_bits_consumed(
     assert_decodes(case, [of_rank[0] for of_rank in reports], block_elements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_size: int) -> None:
     some = every_case()
@@ -108,6 +111,7 @@ def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_siz
         assert_decodes(case, own, 64 + 61 * (index % 7))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_nothing_is_lost_what_did_not_come_out_is_owed(pool: Pool, world_size: int) -> None:
     """Averages so far and the mean of the residuals add up to the mean of all gradients."""

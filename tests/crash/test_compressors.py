@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_size: int) -> None:
     """AdamW, clipping after the hook, dropout, a scheduler."""

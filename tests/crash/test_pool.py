@@ -71,6 +71,7 @@ def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
     assert small.run(rank_of, 2) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="ended without an answer"):
         small.run(die, 2, str(tmp_path / "met"))

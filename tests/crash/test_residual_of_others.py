@@ -44,6 +44,7 @@ def train(
     return resumed, before, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_the_mean_of_what_is_owed_survives_a_change_of_world_size(
     pool: Pool, tmp_path: Path, name: str

@@ -55,6 +55,7 @@ def whole_of_two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Histor
     return history(pool, TRAININGS["gpt_adamw"], folder, world_size=2, until=STEPS)
 
 
+@pytest.mark.slow
 def test_no_rank_needs_to_see_the_files_of_another(
     pool: Pool, tmp_path: Path, whole_of_two: History
 ) -> None:
@@ -72,6 +73,7 @@ def test_no_rank_needs_to_see_the_files_of_another(
     assert_identical(killed, whole_of_two)
 
 
+@pytest.mark.slow
 def test_a_segment_that_was_torn_when_another_rank_fetched_it_is_fetched_again(
     pool: Pool, tmp_path: Path, whole_of_two: History
 ) -> None:
@@ -113,6 +115,7 @@ def attach_twice(rank: int, world_size: int, folder: str) -> list[int]:
     return resumed
 
 
+@pytest.mark.slow
 def test_a_model_can_be_attached_again_after_close(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(attach_twice, 2, str(tmp_path)) == [[0, 3], [0, 3]]
 

@@ -205,6 +205,7 @@ def test_shares_that_are_exchanged_are_the_whole_state(
         assert after.began == before.ended
 
 
+@pytest.mark.slow
 def test_the_bytes_that_a_rank_reads_fall_with_the_number_of_ranks(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -235,6 +236,7 @@ def test_q_and_residuals_are_read_by_their_rank_alone(pool: Pool, tmp_path: Path
         assert other == {"lowdiff/scalars"}
 
 
+@pytest.mark.slow
 def test_a_part_that_one_rank_finds_damaged_sends_all_to_the_same_older_snapshot(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -262,6 +264,7 @@ def test_what_no_rank_needs_of_its_own_copy_may_be_damaged(pool: Pool, tmp_path:
     assert len({Path(name).parent for one in found for name, *_ in one.reads}) == 1
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_damaged_on_one_node_parts_no_ranks(pool: Pool, tmp_path: Path) -> None:
     arguments = "gpt_adamw", str(tmp_path), UNTIL
     pool.run(live, 2, *arguments, "closed", None, "run-{rank}")

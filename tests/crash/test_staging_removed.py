@@ -182,6 +182,7 @@ def test_killed_right_after_it_goes_on_from_an_exact_step(
         assert killed.lives[1][rank].losses[resumed + 1] == whole.losses(rank)[resumed + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_close_makes_the_last_step_durable(pool: Pool, tmp_path: Path, strategy: str) -> None:
     folder, build = tmp_path, build_of(tmp_path, {0}, remove_own, True)

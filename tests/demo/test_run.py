@@ -39,6 +39,7 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "thesis.pt").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_starts_without_waiting_for_torch() -> None:
     code = """if True:
         import sys

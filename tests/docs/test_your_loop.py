@@ -148,6 +148,7 @@ def test_there_are_ten_questions_each_with_its_lines() -> None:
     assert TEXT.count("```python") == 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_is_killed_in_a_step_ends_with_the_same_bits(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture

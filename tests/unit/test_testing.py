@@ -50,6 +50,7 @@ def files(folder: Path) -> set[str]:
     return {re.sub(r"-s\d+\.seg$", ".seg", path) for path in paths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["with its writer", "alone"])
 def test_it_leaves_what_a_real_kill_leaves(tmp_path: Path, kind: str) -> None:
     real, ours = tmp_path / "real", tmp_path / "ours"

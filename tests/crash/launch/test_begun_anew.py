@@ -116,6 +116,7 @@ def check(folder: Path, strategy: str, name: str, printed: str, uninterrupted: A
     torch.testing.assert_close(final(folder), uninterrupted(strategy), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize(
     ("strategy", "name"), cases((("survivors", "a kill"), ("log", "an error")))
@@ -136,6 +137,7 @@ def test_under_torchrun_nothing_is_lost(
     check(tmp_path, strategy, name, printed, uninterrupted)
 
 
+@pytest.mark.slow
 @needs_package
 def test_a_spare_that_is_not_needed_ends_with_the_others(tmp_path: Path) -> None:
     printed = run_in_place(tmp_path, "log", [], 1)

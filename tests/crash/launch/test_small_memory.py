@@ -60,6 +60,7 @@ def test_where_it_does_not_fit_the_default_place_is_refused_with_the_ways_out(
     assert not list((tmp_path / "run").glob("incarnations/*"))
 
 
+@pytest.mark.slow
 def test_a_folder_on_disk_serves_there_and_survives_a_kill_bit_for_bit(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = trained(whole, whole / "staging")

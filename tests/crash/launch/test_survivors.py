@@ -62,6 +62,7 @@ def test_a_killed_rank_costs_the_open_body(
     check(found, expected, resumed=resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_path: Path) -> None:
     """A survivor saves seconds after the death; all memory is lost once the writers have ended."""

@@ -25,6 +25,7 @@ def check_saved_beside(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", ["replica", "cast"])
 def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
@@ -35,6 +36,7 @@ def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
     check(found, expected, resumed=AT)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("strategy", "phase"), [("survivors", "optimizer"), ("replica", "between")]
@@ -92,6 +94,7 @@ def check_goes_on(found: Lives, step: int, *, rank: int) -> None:
     assert "are seeded anew" in found.output
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_node_is_lost_and_the_other_has_all_of_the_state(tmp_path: Path) -> None:
     folder = tmp_path / "lost"

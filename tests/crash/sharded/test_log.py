@@ -79,6 +79,7 @@ def assert_recovered(folder: Path, step: int) -> None:
             assert has_same_bits(kept[index][key].float(), value.float()), key
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("name", "features"),
@@ -119,6 +120,7 @@ def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features
     assert report.ok, report.failures
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "name", [FAST, *(pytest.param(n, marks=_SLOW) for n in FAMILY if n != FAST)]
@@ -144,6 +146,7 @@ def test_shards_without_a_copy_on_another_node_have_no_compressor(tmp_path: Path
         assert "no rank on another node holds those of rank(s)" in rank.printed()
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("copies", "features"),
@@ -192,6 +195,7 @@ def test_the_residual_of_a_snapshot_goes_on_with_an_exact_state(tmp_path: Path) 
         assert_recovered(tmp_path, step)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_copy_that_died_is_a_lost_rank_out_of_backward(tmp_path: Path) -> None:
     died(life(tmp_path, 0, "topk", UNTIL, "--die-at", 2, "--dying", "last before backward"))
@@ -221,6 +225,7 @@ def test_what_cannot_work_says_what_does(tmp_path: Path) -> None:
             assert text in said[name]
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_copies_are_averaged_or_nobody_trains(tmp_path: Path) -> None:
     ranks = [

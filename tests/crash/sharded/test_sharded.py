@@ -67,6 +67,7 @@ def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, feature
         assert steps(torn, rank) == steps(calm, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "optimizer", "features"),
@@ -93,6 +94,7 @@ def test_a_killed_rank_costs_no_committed_step(
     assert_a_kill_costs_nothing(tmp_path, kind, optimizer, features)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "nodes"),
@@ -124,6 +126,7 @@ def test_a_lost_node_costs_no_replicated_step(
         assert steps(torn, rank) == steps(calm, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_copies_of_a_shard_that_part_are_named(tmp_path: Path) -> None:
     ranks = life(tmp_path, 0, "hsdp", "loop", 8, "--features", "parted")
@@ -161,6 +164,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert has_same_bits(mine[key].float(), value.float()), key
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize("features", ["", "frozen"])
 def test_a_run_goes_on_on_any_mesh(tmp_path: Path, features: str) -> None:
@@ -195,6 +199,7 @@ def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     assert_weights_come_alone(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_weights_alone_come_back_on_another_mesh(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))
@@ -220,6 +225,7 @@ def test_an_export_loads_into_a_sharded_model(tmp_path: Path) -> None:
     assert [rank.printed().splitlines()[-1] for rank in ranks] == ["same: True"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize("kind", ["uneven", pytest.param("ddp", marks=_SLOW)])
 def test_a_run_begins_with_a_dcp_folder(tmp_path: Path, kind: str) -> None:

@@ -314,6 +314,7 @@ def test_calls_at_the_wrong_moment(tmp_path: Path) -> None:
     loop.checkpointer.close()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["run.json", "incarnations/i000000/rank-0000.json"])
 @pytest.mark.parametrize("way", ["gone", "damaged"])
 def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(

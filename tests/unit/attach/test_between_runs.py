@@ -67,6 +67,7 @@ def test_another_scheduler_starts_afresh(tmp_path: Path, caplog: pytest.LogCaptu
     second.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_another_world_size_continues_from_the_same_state(pool: Pool, tmp_path: Path) -> None:
     build, settings = TRAININGS["cnn_sgd"], {"retention": None}
     for resumed, world_size in ((0, 2), (5, 3), (10, 1), (15, 2)):
@@ -81,6 +82,7 @@ def test_another_world_size_continues_from_the_same_state(pool: Pool, tmp_path: 
     assert {5, 10, 15, 20} <= {replay.last for replay in report.replays if replay.compared}
 
 
+@pytest.mark.slow
 def test_a_rank_that_joins_keeps_its_own_random_stream_and_resumes_bit_for_bit(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_the_history_can_be_left_behind(tmp_path: Path) -> None:
         Loop(tmp_path).attach(restore="some")
 
 
+@pytest.mark.slow
 def test_compiling_the_model_or_not_changes_no_names(tmp_path: Path) -> None:
     first = Loop(tmp_path)
     first.run(4)

@@ -98,6 +98,7 @@ def test_after_sigkill_every_step_has_the_bits_of_an_uninterrupted_run(
             assert recovered_digest(folder / "run", folder / "staging", step) == whole[step], step
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("kind", "step", "what"),
     [
@@ -224,6 +225,7 @@ def test_steps_that_change_nothing_prove_nothing(tmp_path: Path) -> None:
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 3
 
 
+@pytest.mark.slow
 def test_what_couples_elements_replays_on_the_threads_of_the_run(tmp_path: Path) -> None:
     """Products of matrices round by the number of threads, also those kept in state."""
     torch.manual_seed(0)
@@ -336,6 +338,7 @@ def rank_trains(
     return [resumed, found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -372,6 +375,7 @@ def test_replicas_with_a_share_each_take_no_optimizer_that_couples_tensors(
         assert "2 replicas" in text
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_share_takes_part(pool: Pool, tmp_path: Path) -> None:
     """Of two parameters three ranks have one, one, and none; state comes when the copies have ended."""
     whole = pool.run(rank_trains, 3, "LateShampoo-12", str(tmp_path), 14, -1)

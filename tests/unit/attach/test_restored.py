@@ -66,6 +66,7 @@ MEDDLING: dict[str, tuple[Callable[[Loop], Any], str]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", MEDDLING)
 def test_what_an_attached_object_writes_over_what_was_restored_is_an_error_that_names_it(
     tmp_path: Path, what: str

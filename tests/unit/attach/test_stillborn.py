@@ -49,6 +49,7 @@ def test_what_was_owed_to_killed_steps_is_still_there(
     assert same(resumed.weights(), whole.weights())
 
 
+@pytest.mark.slow
 def test_what_was_owed_is_found_in_a_life_before_the_one_that_was_killed_in_attach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

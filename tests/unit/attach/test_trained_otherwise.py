@@ -59,6 +59,7 @@ def same_folder(loop: Loop) -> dict[str, str]:
     return {"restore": "model"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [new_folder, same_folder])
 @pytest.mark.parametrize(
     ("make", "thaw", "message"),
@@ -101,6 +102,7 @@ def test_what_the_refusal_advises_works_and_is_resumed(
     again.die()
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_taken_by_one_that_trains_them_with_another_optimizer(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +177,7 @@ def test_weights_are_taken_into_another_dtype(tmp_path: Path) -> None:
     second.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_buffers_are_taken_unless_the_model_makes_them_in_another_shape(tmp_path: Path) -> None:
     Loop(tmp_path / "lazy", model=Lazy()).run(3)
     taken = Loop(tmp_path / "lazy", model=Lazy())

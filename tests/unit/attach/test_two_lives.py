@@ -46,6 +46,7 @@ def parted(tmp_path: Path, url: str) -> tuple[Loop, Loop]:
     return here, there
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_is_refused(tmp_path: Path, url: str) -> None:
     here, _ = parted(tmp_path, url)
     with pytest.raises(RunMismatch, match="different histories"):
@@ -56,6 +57,7 @@ def test_a_node_that_comes_back_is_refused(tmp_path: Path, url: str) -> None:
     again.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_goes_on_with_the_stores_history_leaves_its_own_memory_alone(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +100,7 @@ def attach(rank: int, world_size: int, run: str, restore: str = "all") -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_folders_of_nodes_that_hold_two_lives_of_one_number_are_refused(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -240,6 +240,7 @@ def test_bad_values_and_folders_are_refused(command: Command, copy: Trained) -> 
     assert command("gc", copy.run.parent, "--keep-snapshots", "1").code == 1
 
 
+@pytest.mark.slow
 def test_staging_memory_is_listed_and_cleared_of_one_run_or_of_all(
     command: Command, tmp_path: Path
 ) -> None:

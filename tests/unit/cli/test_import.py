@@ -44,6 +44,7 @@ def lowdiff_command(folder: Path, *words: str) -> tuple[int, str]:
     return process.wait(), process.printed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

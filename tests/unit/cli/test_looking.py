@@ -46,6 +46,7 @@ def test_inspect_prints_a_table(command: Command, trained: Trained) -> None:
     assert any(row.startswith("differentials 12, of steps 1 to 12 (") for row in rows)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["whole", "damaged", "died in attach"])
 def test_inspect_and_verify_count_the_same_incarnations(
     command: Command, tmp_path: Path, what: str

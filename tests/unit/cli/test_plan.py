@@ -27,11 +27,13 @@ ROOT = Path(__file__).parents[3]
 PLAN = ("plan", "--params", "350M", "--gpus", "8", "--mtbf", "6h", "--disk", "500MB/s")
 
 
+@pytest.mark.slow
 def test_a_store_of_a_plan_is_reported_on(command: Command) -> None:
     assert "in the store" in command(*PLAN, "--store", "100MB/s").out
     assert "in the store" not in command(*PLAN).out
 
 
+@pytest.mark.slow
 def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Path) -> None:
     page = tmp_path / "reports/of today/plan.html"
     result = command(*PLAN, "--html", page)
@@ -57,6 +59,7 @@ def test_a_plan_counts_values_in_few_bits(command: Command) -> None:
     assert 0.25 < fewer["estimates"][name]["median"] / usual["estimates"][name]["median"] < 0.35
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_often_to_save_if_lost_steps_were_predicted(
     command: Command, tmp_path: Path
 ) -> None:
@@ -86,6 +89,7 @@ def test_a_plan_refuses_curves_that_it_cannot_read(
     assert command(*PLAN, "--lost-tail", tmp_path / "none").code == 2
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_assumed(command: Command) -> None:
     def assumed(*given: str) -> tuple[list[str], str]:
         document = json.loads(command(*PLAN, "--json", *given).out)
@@ -143,6 +147,7 @@ def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
     def gemini(*given: str) -> str:
         found = json.loads(command(*PLAN, "--json", *given).out)["strategies"]
@@ -153,6 +158,7 @@ def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
     assert gemini("--gpus-per-node", "4", "--network", "10MB/s") != alone
 
 
+@pytest.mark.slow
 def test_a_network_that_is_assumed_is_said_where_something_goes_over_it(command: Command) -> None:
     def notes(*given: str) -> list[str]:
         warnings = json.loads(command(*PLAN, "--json", *given).out)["warnings"]
@@ -173,6 +179,7 @@ def test_neither_report_loads_torch() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_limits(command: Command) -> None:
     free = json.loads(command(*PLAN, "--json").out)
     tight = json.loads(command(*PLAN, "--json", "--total", "60GB").out)
@@ -181,6 +188,7 @@ def test_a_plan_keeps_limits(command: Command) -> None:
     assert broken == ["the run may hold 1 GB, but 3 snapshots alone take 46.2 GB; raise --total"]
 
 
+@pytest.mark.slow
 def test_strategies_stand_side_by_side(command: Command, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     text = command(*PLAN, "--html", page).out
@@ -236,6 +244,7 @@ def test_copies_are_reported_on(command: Command, tmp_path: Path) -> None:
     assert [detail.endswith(", 2 copies") for detail in details] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_document_says_what_its_command_says_of_copies(command: Command) -> None:
     text = (ROOT / "docs/tuning.md").read_text()
     line = next(
@@ -254,6 +263,7 @@ def test_the_document_says_what_its_command_says_of_copies(command: Command) -> 
     assert said in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_without_copies_nothing_is_said_of_them(command: Command) -> None:
     document = json.loads(command(*PLAN, "--gpus", "16", "--json").out)
     assert document["copies"] is None

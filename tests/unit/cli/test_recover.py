@@ -44,6 +44,7 @@ def test_recover_writes_weights_alone(command: Command, trained: Trained, tmp_pa
     assert same(weights, {name: trained.models[12][name] for name in weights})
 
 
+@pytest.mark.slow
 def test_recover_needs_neither_training_code_nor_repository(
     trained: Trained, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def harmless(text: str) -> bool:
     return not OBEYED.search(text) and "\nlowdiff: all is well" not in text
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -129,6 +130,7 @@ def test_every_command_prints_it_as_text(
     assert harmless(result.err), result.err
 
 
+@pytest.mark.slow
 def test_what_verify_says_of_damage_is_text(
     made: Path,
     tmp_path: Path,

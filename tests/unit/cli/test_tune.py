@@ -99,6 +99,7 @@ def test_a_run_without_a_compressor_has_nothing_to_tune(command: Command, tmp_pa
     assert command("tune", tmp_path / "run", "--mtbf", "4h").code == 0
 
 
+@pytest.mark.slow
 def test_error_feedback_in_snapshots_is_known_by_the_compressor(
     command: Command, run: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_error_feedback_in_snapshots_is_known_by_the_compressor(
     assert "residual_bytes" not in json.loads(result.out)["estimates"]
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     command: Command, run: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     assert "without limit of their number and all snapshots of the last 24 hours" in several
 
 
+@pytest.mark.slow
 def test_loading_that_was_never_measured_is_of_as_many_machines_as_all_ranks_name(
     command: Command, run: Path
 ) -> None:
@@ -154,6 +157,7 @@ def test_loading_that_was_never_measured_is_of_as_many_machines_as_all_ranks_nam
     assert loading() == (2 * one, False)
 
 
+@pytest.mark.slow
 def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> None:
     (path,) = RunFolder(run).all_measurements()
     life = read_measurements(path)
@@ -300,6 +304,7 @@ def test_a_store_is_no_run_folder(command: Command) -> None:
     assert result.error.startswith("lowdiff: s3://bucket/runs/gpt is an object store; collecting")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("limit", ["1MB", "1000000", "1e6", "0.001 GB"])
 def test_limits_of_bytes_are_sizes_or_numbers_in_all_commands(
     command: Command, run: Path, limit: str

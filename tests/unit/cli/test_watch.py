@@ -20,6 +20,7 @@ def command(folder: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "lowdiff", *words, "--every", "0.1", *options]
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_terminal_gets_a_table_that_is_refreshed(tmp_path: Path) -> None:
     loop = Loop(tmp_path)

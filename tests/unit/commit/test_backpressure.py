@@ -37,6 +37,7 @@ def wide_loop(folder: Path, **settings: object) -> Loop:
     return Loop(folder, model, settings=options)
 
 
+@pytest.mark.slow
 def test_degraded_training_goes_on_drops_steps_and_recovers_once_storage_is_back(
     disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -114,6 +114,7 @@ def noticed_at(odd_rank: int, odd: str) -> range:
     return range(ALIKE + 1, ALIKE + (2 if at_once else 1 + WORLD_SIZE))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("odd_rank", [OWNER, NEITHER, BEFORE_OWNER])
 def test_a_write_on_one_rank_is_an_error_on_all_ranks_within_as_many_steps(
@@ -143,6 +144,7 @@ def test_a_learning_rate_that_follows_each_ranks_own_loss_is_an_error_before_it_
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("odd", ["writes", "plateau"])
 @pytest.mark.parametrize("kind", FEW)
 def test_every_rank_says_once_which_one_left_and_takes_a_snapshot(
@@ -164,6 +166,7 @@ def test_every_rank_says_once_which_one_left_and_takes_a_snapshot(
     assert any(due.start < step <= due.stop for step in snapshots), snapshots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ["writes", "plateau"])
 def test_the_next_attach_makes_the_ranks_alike_again(pool: Pool, tmp_path: Path, odd: str) -> None:
     pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, odd)
@@ -174,6 +177,7 @@ def test_the_next_attach_makes_the_ranks_alike_again(pool: Pool, tmp_path: Path,
         assert told["weights"] == again[0]["weights"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", FEW)
 def test_ranks_that_stay_together_hear_nothing(pool: Pool, tmp_path: Path, kind: str) -> None:
     for told in pool.run(train, WORLD_SIZE, str(tmp_path), kind, "raise", NEITHER, ""):

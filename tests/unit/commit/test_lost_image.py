@@ -46,6 +46,7 @@ def with_stopped_writer(folder: Path, **settings: Any) -> tuple[Loop, StagingFol
     return loop, loop.checkpointer._session.queue.storage.folder
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("damage", [Path.unlink, flip])
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 @pytest.mark.parametrize("strategy", _STRATEGIES)

@@ -159,6 +159,7 @@ def test_a_torn_step_of_the_queue_ends_the_way_before_it(
     after.assert_recovered()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("parts", [1, 2], ids=["one part", "all but the last word"])
 def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     tmp_path: Path, parts: int
@@ -255,6 +256,7 @@ def test_a_replica_that_stands_still_holds_up_training_or_costs_steps(
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_a_run_may_change_from_and_to_compression(tmp_path: Path) -> None:
     compressors = [TopK(0.1), None, TopK(0.1), None]
     digest, expected = "", 0
@@ -359,6 +361,7 @@ def test_a_step_that_its_optimizer_broke_off_is_recovered_as_it_was_left(
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(tmp_path: Path) -> None:
     life = Life(tmp_path, snapshot_every=1, watch="recovery")
     life.run(3)

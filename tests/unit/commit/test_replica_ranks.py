@@ -108,6 +108,7 @@ def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, 
     return stats["snapshots"], stats["dropped_steps"], images.step
 
 
+@pytest.mark.slow
 def test_the_snapshot_that_a_rank_owes_comes_though_every_replica_takes_a_whole_step(
     tmp_path: Path, pool: Pool
 ) -> None:
@@ -149,6 +150,7 @@ def go_on_compressed(
     return life.resumed, digest
 
 
+@pytest.mark.slow
 def test_an_attach_with_a_compressor_that_fails_on_one_rank_leaves_all_replicas_memory(
     tmp_path: Path, pool: Pool
 ) -> None:

@@ -56,6 +56,7 @@ def slowly(life: Life, until: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_without_memory_for_images_training_waits_at_the_bound_and_gives_nothing_up(
     memory: Path,
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_full_queue_does_not_keep_close_from_ending(
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

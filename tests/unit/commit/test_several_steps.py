@@ -87,6 +87,7 @@ def uninterrupted(folder: Path, **settings: Any) -> dict[str, Any]:
     return training.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 4, 5, 8])
 @pytest.mark.parametrize("place", ["in the body", "behind it"])
 def test_a_run_that_dies_in_a_body_goes_on_from_the_last_committed_one(
@@ -195,6 +196,7 @@ def train_ranks(rank: int, _: int, folder: str, until: int, dies: bool) -> dict[
     return {"begun": begun, "model": deepcopy(model.state_dict()), "random": torch.get_rng_state()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_die_in_a_body_go_on_from_the_last_one_that_all_committed(
     pool: Pool, tmp_path: Path, world_size: int

@@ -64,6 +64,7 @@ def shares(
     return report
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "compressor", "snapshots"),
     [

@@ -38,6 +38,7 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [getattr(r, "event", "") for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 @pytest.mark.parametrize("backpressure", ["block", "degrade"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -65,6 +66,7 @@ def test_it_is_named_once_and_nothing_else_goes_wrong(
     again.checkpointer.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("strategy", "file"),
     [("log", "trainer"), ("replica", "trainer"), ("replica", "replica"), ("replica", "replica-*")],
@@ -87,6 +89,7 @@ def test_the_next_commit_notices_that_a_single_file_was_removed(
     again.checkpointer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_waits_goes_on(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +112,7 @@ def test_a_training_that_waits_goes_on(
     again.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_lost_steps_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = begun(tmp_path, batch_size=64)
     os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)

@@ -102,6 +102,7 @@ def lost(folder: Path, url: str, until: int, **settings: Any) -> Loop:
     return loop
 
 
+@pytest.mark.slow
 def test_a_closed_run_goes_on_bit_for_bit_after_its_node_is_lost(tmp_path: Path, url: str) -> None:
     whole = loop_in(tmp_path / "whole", None)
     whole.run(14)
@@ -116,6 +117,7 @@ def test_a_closed_run_goes_on_bit_for_bit_after_its_node_is_lost(tmp_path: Path,
     assert report.recoverable == ((0, 14),)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_recovered_from_the_store_alone(tmp_path: Path, url: str) -> None:
     loop = lost(tmp_path / "node", url, 8)
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), loop)
@@ -151,6 +153,7 @@ def test_frozen_parameters_are_in_the_store(tmp_path: Path, url: str) -> None:
     assert report.ok, report.failures
 
 
+@pytest.mark.slow
 def test_recovery_reads_one_snapshot_and_the_differentials_after_it(
     tmp_path: Path, url: str, server: S3Server
 ) -> None:
@@ -177,6 +180,7 @@ def test_recovery_reads_one_snapshot_and_the_differentials_after_it(
         lowdiff.recover(url, 99, staging=tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away(
     tmp_path: Path, url: str, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,7 @@ def snapshots(url: str) -> set[int]:
     return {int(match[1]) for match in found if match}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("missing", ["manifest", "shard"])
 def test_a_store_without_a_whole_snapshot_is_no_new_run(
     tmp_path: Path, url: str, missing: str
@@ -75,6 +76,7 @@ def test_a_life_that_went_back_uploads_what_the_store_no_longer_had(
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), back)
 
 
+@pytest.mark.slow
 def test_a_life_that_another_one_follows_elsewhere_removes_nothing(
     tmp_path: Path, url: str
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_life_that_another_one_follows_elsewhere_removes_nothing(
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), follower)
 
 
+@pytest.mark.slow
 def test_a_new_node_keeps_the_snapshots_of_the_last_hours(tmp_path: Path, url: str) -> None:
     policy = lowdiff.Retention(snapshots=1, age_hours=1)
     loop_in(tmp_path / "node", url, retention=policy, snapshot_every=2).run(6)

@@ -81,6 +81,7 @@ def train_until_trouble(
     return step, error, said
 
 
+@pytest.mark.slow
 def test_raise_is_raised_at_the_same_commit_on_every_rank(tmp_path: Path, pool: Pool) -> None:
     results = pool.run(train_until_trouble, 3, str(tmp_path), "raise")
     steps = {step for step, _, _ in results}
@@ -167,6 +168,7 @@ def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
     return taken
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_snapshot_that_one_owed_as_soon_as_it_can(
     tmp_path: Path, pool: Pool
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path
     assert lowdiff.recover(run).step == 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("broken", [False, True])
 def test_stats_after_a_close_that_failed_are_those_of_its_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool

@@ -148,6 +148,7 @@ def test_each_snapshot_is_one_sample(tmp_path: Path, every: int) -> None:
     assert sum(life.samples["snapshot_seconds"]) == pytest.approx(stats["snapshot_seconds"])
 
 
+@pytest.mark.slow
 def test_auto_never_begins_with_more_steps_at_risk_than_may_be_lost(tmp_path: Path) -> None:
     chosen = {"snapshot_every": "auto", "batch_size": "auto"}
     Loop(tmp_path, settings=chosen).run(3)
@@ -160,6 +161,7 @@ def test_auto_never_begins_with_more_steps_at_risk_than_may_be_lost(tmp_path: Pa
         assert max(life.samples["batch_steps"]) <= batch
 
 
+@pytest.mark.slow
 def test_auto_obeys_a_limit_and_the_next_life_begins_where_it_was(tmp_path: Path) -> None:
     settings = {"snapshot_every": "auto", "batch_size": "auto"}
     Loop(tmp_path / "before", settings=settings).run(8)
@@ -221,6 +223,7 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
     return resumed, decisions
 
 
+@pytest.mark.slow
 def test_all_ranks_decide_the_same_at_the_same_step(tmp_path: Path, pool: Pool) -> None:
     (_, mine), (_, other) = pool.run(train_tuned, 2, str(tmp_path), 40)
     kept = ("step", "snapshot_every", "batch_size")
@@ -314,6 +317,7 @@ class SyntheticRank:
         return busy <= at_most
 
 
+@pytest.mark.slow
 def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: Path) -> None:
     fast = replace(
         LAPTOP, write_bytes_per_second=60e6, write_latency_seconds=0.3, snapshot_bytes=60e6

@@ -39,6 +39,7 @@ def close_in_the_middle(rank: int, world_size: int) -> tuple[list[float], list[f
     return found.tolist(), torch.cat(trained).tolist(), str(refusal.value)
 
 
+@pytest.mark.slow
 def test_its_job_ends_on_its_own_group(pool: Pool) -> None:
     for found, trained, _ in pool.run(close_in_the_middle, 2):
         assert found == [100.0, 101.0]

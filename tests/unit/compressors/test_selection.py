@@ -41,6 +41,7 @@ def counts(n: int) -> list[int]:
     return sorted({k for k in (1, 2, n // 100, n // 3, n // 2, n - 1, n) if 1 <= k <= n})
 
 
+@pytest.mark.slow
 @dtypes
 @given(data=st.data())
 def test_any_small_vector(dtype: torch.dtype, data: st.DataObject) -> None:
@@ -50,6 +51,7 @@ def test_any_small_vector(dtype: torch.dtype, data: st.DataObject) -> None:
     assert_selects(values, data.draw(st.integers(1, len(numbers))))
 
 
+@pytest.mark.cases(2)
 @dtypes
 @given(
     n=st.integers(1, 70_000),
@@ -75,6 +77,7 @@ def test_any_long_vector(dtype: torch.dtype, n: int, share: float, seed: int, ki
     assert_selects(values, max(1, round(share * n)))
 
 
+@pytest.mark.cases(56)
 @dtypes
 @pytest.mark.parametrize("n", [1, 2, 63, 1000, SAMPLED - 1, SAMPLED, 70_000])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -2.0, np.inf, np.nan])

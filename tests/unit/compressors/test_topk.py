@@ -49,6 +49,7 @@ def test_at_least_the_density_is_kept_and_small_parameters_whole(
 # A run of one process
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 200), st.sampled_from(DTYPES)), min_size=1, max_size=5),
     density=st.floats(0.001, 1),

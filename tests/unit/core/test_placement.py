@@ -77,6 +77,7 @@ def test_the_probability_is_that_of_all_sets_tried_one_by_one(nodes: int, copies
         assert survival_probability(nodes, copies, lost) == Fraction(harmless, len(sets)), lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [4096, 5001])
 def test_thousands_of_nodes_are_counted_exactly(nodes: int) -> None:
     # Two lost nodes are harmful if they are a group of two, or neighbours in a last ring of three.

@@ -384,6 +384,7 @@ class Broken(Noisy):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loop_goes_on_behind_a_sample_that_cannot_be_read(num_workers: int) -> None:
     loader = ResumableLoader(Broken(), batch_size=4, shuffle=False, num_workers=num_workers)

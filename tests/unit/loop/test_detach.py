@@ -44,6 +44,7 @@ def hooks_of(loop: Loop) -> int:
     return found + sum(len(part._forward_pre_hooks) for part in loop.model.modules())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["before the step", "after the step"])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_loop_over_steps_goes_on_and_what_was_committed_is_durable(
@@ -168,6 +169,7 @@ def test_training_goes_on_after_an_error_of_a_commit(tmp_path: Path, where: str)
 
 
 # The writer goes on by itself, and ends once it has written all.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_storage_in_trouble_does_not_hold_it_up(tmp_path: Path, compressor: str) -> None:
@@ -228,6 +230,7 @@ def detach_in_ddp(rank: int, world_size: int, folder: str, compressor: str) -> b
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", ["topk", "powersgd", "none"])
 def test_ddp_goes_on_as_without_lowdiff(tmp_path: Path, pool: Pool, compressor: str) -> None:
     assert pool.run(detach_in_ddp, 2, str(tmp_path), compressor) == [True, True]

@@ -63,6 +63,7 @@ class Prefetching:
         return begun, done
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressed", [True, False])
 def test_a_batch_fetched_ahead_and_hidden_state_come_back(
     tmp_path: Path, compressed: bool, caplog: pytest.LogCaptureFixture
@@ -123,6 +124,7 @@ def shuffle_lists() -> object:
     return random.random()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "value",
     [
@@ -151,6 +153,7 @@ def test_what_cannot_be_stored_is_refused_by_name(
     loop.checkpointer.close()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("draw", "generator"),
     [(draw_batch, "torch"), (augment, "numpy"), (shuffle_lists, "python"), (make_iterator, "")],

@@ -92,6 +92,7 @@ class UserLoop(Loop):
 KINDS = ["called", "a ModuleDict", "parts", "evaluation mode"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_loop_with_commit_draws_what_the_uninterrupted_one_drew(
     tmp_path: Path, kind: str
@@ -108,6 +109,7 @@ def test_a_resumed_loop_with_commit_draws_what_the_uninterrupted_one_drew(
         assert torch.equal(third.weights()[name], value), name
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_that_never_commits_is_refused_at_its_second_step(tmp_path: Path, kind: str) -> None:
     loop = UserLoop(tmp_path, kind)
@@ -227,6 +229,7 @@ class Doubled(nn.Module):
         return 2 * inputs * self.weight
 
 
+@pytest.mark.slow
 def test_parts_that_were_compiled_in_place_train_on(tmp_path: Path) -> None:
     part = Doubled()
     part.compile(backend="eager", fullgraph=True)
@@ -255,6 +258,7 @@ def test_a_forward_pass_between_update_and_first_commit_ends_no_step_twice(
         assert lowdiff.recover(tmp_path / "run").step == resumed + 3
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("lives", [(4,), (1, 3), (0, 4)])
 def test_seeding_after_attach_holds_where_a_run_begins(
     tmp_path: Path, lives: tuple[int, ...]
@@ -349,6 +353,7 @@ def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
     again.checkpointer.close()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("commits", ["steps", "commit"])
 @pytest.mark.parametrize(
     ("clears", "warns"),

@@ -412,6 +412,7 @@ def endless(life: Life, until: int) -> None:
         life.commit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize(
     ("body", "kills"),
@@ -435,6 +436,7 @@ def test_loops_as_people_write_them(
     assert "LD21" not in said
 
 
+@pytest.mark.slow
 def test_two_loaders_zipped(tmp_path: Path) -> None:
     """The shorter one begins anew while the longer one goes on."""
 
@@ -511,6 +513,7 @@ def test_another_epoch_than_that_of_the_run_is_refused(tmp_path: Path) -> None:
     again.checkpointer.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("dies_at", [3, 6])
 def test_other_data_waits_for_the_epoch_s_end(tmp_path: Path, size: int, dies_at: int) -> None:
@@ -532,6 +535,7 @@ def test_other_data_waits_for_the_epoch_s_end(tmp_path: Path, size: int, dies_at
     again.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_an_iterator_from_before_attach_is_refused_and_a_finished_one_is_not(
     tmp_path: Path,
 ) -> None:
@@ -639,6 +643,7 @@ def test_a_batch_that_fails_to_load_is_counted(tmp_path: Path, num_workers: int)
     both(tmp_path, make, failing, 8, [2, 4])
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_hooked_loader_is_a_plain_one(tmp_path: Path) -> None:
     life = Life(tmp_path, plain())
     life.attach()
@@ -760,6 +765,7 @@ def rank_life(rank: int, world_size: int, folder: str, until: int, die_after: in
     return life.seen, weights
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_same_batches(pool: Pool, tmp_path: Path) -> None:
     # A pool's processes may have no workers: tests/crash/launch/test_loading.py has them.
     def run(name: str, kills: list[int]) -> list[Any]:

@@ -100,6 +100,7 @@ def test_handlers_and_wakeup_descriptor_are_put_back(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_runs_of_a_process_share_the_handlers_and_may_be_closed_in_any_order(
     tmp_path: Path, handlers: dict[int, list[int]], order: tuple[int, int]
@@ -126,6 +127,7 @@ def test_a_signal_is_told_to_all_runs_of_a_process(tmp_path: Path) -> None:
         loop.checkpointer.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_was_closed_in_another_thread_is_put_back_by_the_last_of_the_main_thread(
     tmp_path: Path, handlers: dict[int, list[int]], first: int
@@ -148,6 +150,7 @@ def num_sessions() -> int:
     return sum(type(thing) is Session for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_a_closed_session_is_held_by_nothing(tmp_path: Path) -> None:
     """Neither by a watch behind another, nor by one that another thread closed."""
     of_others = num_sessions()

@@ -75,6 +75,7 @@ def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, parts, milestones=[2])
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("make", [lambda optimizer: StepLR(optimizer, 3), sequential])
 @pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped, Trainer, Slotted, WarmUp])
 def test_an_attached_scheduler_is_held_whatever_its_name_and_wrapper(
@@ -90,6 +91,7 @@ def test_an_attached_scheduler_is_held_whatever_its_name_and_wrapper(
     assert "LD317" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_attached_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_scheduler_that_is_not_attached_is_named(
     assert scheduler.last_epoch == 0
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_nobody_holds_any_more_is_not_missed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

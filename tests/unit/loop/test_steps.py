@@ -36,6 +36,7 @@ class Dropping(Loop):
         self.losses.append(float(loss.detach()))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["steps", "dataloader"])
 def test_a_training_pass_before_the_loop_does_not_use_the_generators_up(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture

@@ -97,6 +97,7 @@ def table_of(loop: Loop) -> Table:
     return loop.model.table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind"),
     [

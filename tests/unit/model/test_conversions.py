@@ -37,6 +37,7 @@ def step(loop: Loop, number: int) -> None:
     loop.optimizer.step()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("convert", [nn.Module.double, bfloat16])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_model_that_is_converted_after_attach_is_refused_before_it_steps(
@@ -55,6 +56,7 @@ def test_a_model_that_is_converted_after_attach_is_refused_before_it_steps(
     loop.die()
 
 
+@pytest.mark.slow
 def test_a_model_converted_before_attach_is_resumed(tmp_path: Path) -> None:
     for until, resumed in ((2, 0), (4, 2)):
         model = convolution()

@@ -71,6 +71,7 @@ def train(loop: Loop, until: int) -> dict[int, dict[str, torch.Tensor]]:
     return made
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_one_process_trains_resumes_and_recovers(
     tmp_path: Path, compressor: Compressor | None

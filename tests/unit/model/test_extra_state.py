@@ -112,6 +112,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["topk", "replica"])
 def test_extra_state_is_resumed_after_kills_bit_for_bit(tmp_path: Path, kind: str) -> None:
     whole = Loop(tmp_path / "whole", model=both(), settings=KINDS[kind])
@@ -203,6 +204,7 @@ def test_keys_under_ddp_are_those_without(tmp_path: Path) -> None:
     assert model.state_dict()["0._extra_state"]["calls"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_whose_modules_had_none_goes_on_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,6 +57,7 @@ def test_an_average_is_rebuilt_at_every_step_and_logs_nothing_of_its_size(tmp_pa
     assert report.steps_replayed == 10
 
 
+@pytest.mark.slow
 def test_an_average_that_was_written_behind_its_back_is_found(tmp_path: Path) -> None:
     loop, average = averaged_loop(tmp_path, snapshot_every=1000)
     loop.attach(ema=average)

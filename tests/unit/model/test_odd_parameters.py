@@ -80,6 +80,7 @@ MODELS: dict[str, Callable[[], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_it_resumes_and_is_recovered_bit_for_bit(tmp_path: Path, name: str) -> None:
     models = []

@@ -89,6 +89,7 @@ REPLACED: dict[Callable[[Tied], None], str] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("replace", "stepped"),
     [*((replace, False) for replace in REPLACED), (untie, True), (new_head, True)],
@@ -155,6 +156,7 @@ def second_optimizer(loop: Loop) -> torch.optim.Optimizer:
     return torch.optim.SGD(loop.model[3].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("commits", [True, False])
 def test_an_optimizer_that_is_not_attached_may_not_step_attached_parameters(
@@ -241,6 +243,7 @@ def replaces(rank: int, world_size: int, folder: str, who: str, what: str) -> tu
     return "done", "", resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "what"), [("01", "parameter"), ("1", "optimizer")])
 def test_every_rank_ends_and_none_commits_it(
     pool: Pool, tmp_path: Path, who: str, what: str

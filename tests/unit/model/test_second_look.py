@@ -77,6 +77,7 @@ def a_column_of_two(layer: nn.Linear) -> None:
     layer.weight.data = torch.stack([layer.weight.data, layer.weight.data + 1], dim=-1)[..., 1]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("place", ["before forward", "before step", "after step", "after commit"])
 @pytest.mark.parametrize("write", [transposed, orthogonal, a_column_of_two])
 def test_values_in_another_memory_order_are_exact_and_training_goes_on(

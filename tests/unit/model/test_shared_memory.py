@@ -61,6 +61,7 @@ def train(
     return resumed, found, made.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_every_tensor_comes_back_under_its_own_name(
     tmp_path: Path, make: Callable[[], Sharing]
@@ -81,6 +82,7 @@ def test_every_tensor_comes_back_under_its_own_name(
     }
 
 
+@pytest.mark.slow
 def test_with_two_ranks_all_of_them_do(pool: Pool, tmp_path: Path) -> None:
     build = TRAININGS["shared_memory"]
     whole = history(pool, build, tmp_path / "whole", world_size=2, until=10)

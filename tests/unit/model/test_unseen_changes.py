@@ -41,6 +41,7 @@ class Forgetful(Old):
         """Keep what is there."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "second"), [(Old, Other), (None, Old), (Forgetful, Forgetful)])
 def test_an_object_that_did_not_get_its_tensor_back_is_recovered_as_it_is(
     tmp_path: Path, first: type[Old] | None, second: type[Old]
@@ -82,6 +83,7 @@ def test_frozen_parameters_written_through_data_are_exact_at_every_step(
     assert ("written through .data" in caplog.text) == (way == "in place")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dense", "transposed", "a view with holes", "half width"])
 def test_a_target_network_that_is_copied_through_data_now_and_then_is_exact(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture

@@ -106,6 +106,7 @@ def exchange_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) 
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].clone(), state["exp_avg"].abs()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", [clear, forget_one, empty_one, new_moment, exchange_moments])
 def test_optimizer_state_replaced_after_a_loss_spike_is_recovered_at_every_step(
     tmp_path: Path, change: Change, caplog: pytest.LogCaptureFixture
@@ -207,6 +208,7 @@ def cleared_by_itself(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make", [nesterov, cleared_by_itself])
 @pytest.mark.parametrize("plus", [False, True], ids=["topk", "uncompressed"])
 def test_gradients_written_by_the_step_itself_are_recovered(

@@ -78,6 +78,7 @@ def pickled(ddp: DistributedDataParallel) -> DistributedDataParallel:
     return loaded
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, lambda ddp: AveragedModel(ddp).module])
 def test_a_model_is_copied_while_it_is_attached(
     ddp: DistributedDataParallel,

@@ -62,6 +62,7 @@ def assert_exact_without_snapshots(
     assert report.steps_replayed == STEPS
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_step_is_exact_and_costs_no_snapshot(
@@ -89,6 +90,7 @@ def test_every_step_is_exact_and_costs_no_snapshot(
     assert "such a step costs a full snapshot" not in caplog.text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_replica_takes_them_in(tmp_path: Path, write: Write) -> None:
     loop = Loop(tmp_path, settings={"compressor": None, "snapshot_every": 1000})

@@ -106,6 +106,7 @@ def copied(rank: int, world_size: int, folder: str, compressor: Compressor) -> A
     return found, stats["copied_ranks"], stats["copies_bytes_sent"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda c: c.name)
 def test_every_record_of_a_copy_is_equal_to_that_of_its_rank(
     pool: Pool, tmp_path: Path, compressor: Compressor

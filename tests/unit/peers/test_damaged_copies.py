@@ -63,6 +63,7 @@ def newest_image(copy: StagingFolder) -> None:
     flip(path, path.stat().st_size - 8)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("damage", "most"), [(record, 5), (newest_image, 7)])
 def test_what_a_damaged_copy_costs_is_said(
     pool: Pool, tmp_path: Path, damage: Callable[[StagingFolder], Any], most: int

@@ -75,6 +75,7 @@ def flip_newest(folder: Path) -> None:
     copy.residual.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda c: c.name)
 def test_a_lost_nodes_residual_comes_back_bit_for_bit(
     pool: Pool, tmp_path: Path, compressor: Compressor
@@ -99,6 +100,7 @@ def test_a_lost_nodes_residual_comes_back_bit_for_bit(
     assert whole[1][1][4], "else nothing was owed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_lives_on_another_node_finds_its_residual(
     pool: Pool, tmp_path: Path, lost: int
@@ -123,6 +125,7 @@ def ended(
     return began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [Cast(), None], ids=["log", "replica"])
 def test_a_node_may_be_lost_after_a_run_has_ended_well(
     pool: Pool, tmp_path: Path, compressor: Compressor | None
@@ -172,6 +175,7 @@ def removed(rank: int, world_size: int, folder: str) -> Any:
     return found, stats["residual_step"]
 
 
+@pytest.mark.slow
 def test_residuals_are_kept_again_where_somebody_removed_staging(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def lived(
     return began, state, said.texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_training_goes_on_from_the_copies_as_if_nothing_had_failed(
     pool: Pool, tmp_path: Path, kind: str
@@ -98,6 +99,7 @@ def test_training_goes_on_from_the_copies_as_if_nothing_had_failed(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_what_was_saved_counts_where_a_lost_rank_has_no_copy(
     pool: Pool, tmp_path: Path, kind: str
@@ -112,6 +114,7 @@ def test_what_was_saved_counts_where_a_lost_rank_has_no_copy(
     ] * 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_memory_that_cannot_be_used_is_tried_once(pool: Pool, tmp_path: Path, kind: str) -> None:
     """What an attempt finds damaged is left out in the next one, with the copies."""

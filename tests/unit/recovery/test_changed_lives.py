@@ -118,6 +118,7 @@ def measure(folder: Path, **options: Any) -> Timeline:
     return timeline(folder / "run", staging=folder / "staging", **options)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "second", "dies"),
     [
@@ -151,6 +152,7 @@ def test_another_compressor_after_an_object_has_gone_is_no_difference(tmp_path: 
     assert Replayed(7, 7, compared=True) in report.replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", ["model/0.weight", "optimizer/0/0.weight/exp_avg"])
 def test_what_a_life_inherited_is_compared_with_its_first_snapshot(
     tmp_path: Path, tensor: str
@@ -188,6 +190,7 @@ def test_between_lives_that_were_set_up_otherwise_only_tensors_are_compared(tmp_
     assert [text.partition(" (")[0] for text in differences(before, after)] == ["parameter 0.bias"]
 
 
+@pytest.mark.slow
 def test_the_timeline_goes_on_after_a_step_that_only_a_snapshot_leads_to(tmp_path: Path) -> None:
     live(tmp_path / "whole", 25)
     live(tmp_path, 25, inside=damp_after(15, 16, 23))
@@ -215,6 +218,7 @@ def test_the_command_says_which_steps_it_left_out(command: Command, tmp_path: Pa
     assert "1 step left out (5)" in said.out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "second", "dies"),
     [(nothing, ema, False), (ema, nothing, True), (ema, average, True)],
@@ -231,6 +235,7 @@ def test_the_timeline_crosses_lives_with_other_averages(
     assert [step.incarnation for step in found.steps] == [0] * 7 + [1] * 5
 
 
+@pytest.mark.slow
 def test_steps_whose_average_began_with_a_lost_snapshot_are_left_out(tmp_path: Path) -> None:
     live(tmp_path, 7)
     live(tmp_path, 12, ema)

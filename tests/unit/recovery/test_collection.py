@@ -110,6 +110,7 @@ class Later:
                 path.with_name("later-" + path.name).rename(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1000, 3], ids=["room for all", "room once all that go are gone"])
 def test_killed_after_any_deletion_all_that_is_kept_is_exact_and_nothing_looks_lost(
     trained: Trained, tmp_path: Path, room: int

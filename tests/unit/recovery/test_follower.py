@@ -93,6 +93,7 @@ def test_steps_that_are_lost_are_withdrawn(
         assert follower.num_withdrawn == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first_look", [2, 5, 7])
 def test_another_run_in_the_folder_takes_the_states_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first_look: int
@@ -120,6 +121,7 @@ def test_another_run_in_the_folder_takes_the_states_place(
         assert follower.num_withdrawn == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_another_life_of_the_same_number_takes_the_states_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
@@ -241,6 +243,7 @@ def test_a_store_is_followed(tmp_path: Path) -> None:
         assert 3 <= follower.step <= 4
 
 
+@pytest.mark.slow
 def test_of_a_store_only_what_leads_on_is_kept(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     (tmp_path / "store").mkdir()
@@ -268,6 +271,7 @@ def test_of_a_store_only_what_leads_on_is_kept(tmp_path: Path) -> None:
         assert follower.num_withdrawn == 0
 
 
+@pytest.mark.slow
 def test_a_step_of_a_store_that_needs_a_snapshot_gets_it(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     (tmp_path / "store").mkdir()
@@ -294,6 +298,7 @@ def test_a_step_of_a_store_that_needs_a_snapshot_gets_it(tmp_path: Path) -> None
         assert follower.num_withdrawn == 0
 
 
+@pytest.mark.slow
 def test_another_run_in_the_store_takes_the_states_place(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     (tmp_path / "store").mkdir()

@@ -84,6 +84,7 @@ ONLY_BY_SNAPSHOT: dict[str, tuple[dict[str, Any], bool, int, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "dies", "damaged", "left"), ONLY_BY_SNAPSHOT.values(), ids=list(ONLY_BY_SNAPSHOT)
 )
@@ -125,6 +126,7 @@ def test_a_step_that_only_a_snapshot_leads_to_is_said_to_be_one(tmp_path: Path) 
         recover(tmp_path, 8)
 
 
+@pytest.mark.slow
 def test_ranks_go_back_together_where_one_of_them_reads_damage(pool: Pool, tmp_path: Path) -> None:
     build = TRAININGS["gpt_adamw"]
     settings = {"compressor": None, "retention": None}

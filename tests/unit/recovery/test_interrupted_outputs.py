@@ -64,6 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(tmp_path_factory.mktemp("interrupted"), STEPS, end="crash")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_in_the_middle_it_leaves_no_name_and_does_not_hinder_the_next(

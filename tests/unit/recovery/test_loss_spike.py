@@ -32,6 +32,7 @@ def train(tmp_path: Path, run: str, *more: str) -> list[float]:
     )
 
 
+@pytest.mark.slow
 def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path) -> None:
     losses = train(tmp_path, "spike")
     before = max(losses[SPIKE - 31 : SPIKE - 1])
@@ -56,6 +57,7 @@ def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path)
     assert max(healed) < 2 * before
 
 
+@pytest.mark.slow
 def test_the_timeline_says_when_no_step_stands_out(tmp_path: Path) -> None:
     def told(until: int) -> str:
         place = [str(tmp_path / "calm"), "--staging", str(tmp_path / "staging")]

@@ -94,6 +94,7 @@ def recovered_by(
             return error.needed_bytes, error.num_processes, str(error)
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_need_the_memory_of_all_of_them(
     trained: Trained, pool: Pool
 ) -> None:
@@ -135,6 +136,7 @@ def attached_by(rank: int, world_size: int, folder: str, free_bytes: int | None)
     return resumed
 
 
+@pytest.mark.slow
 def test_attach_counts_the_ranks_of_the_machine(pool: Pool, tmp_path: Path) -> None:
     pool.run(attached_by, 2, str(tmp_path), None)
     one = needed_bytes(scan(RunFolder(tmp_path / "run")).snapshots[-1].bytes)
@@ -157,6 +159,7 @@ def at_most(mib: int) -> Iterator[None]:
     assert status("VmHWM") - before <= mib
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -70,6 +70,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], values), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_run_goes_on_from_the_last_step_that_replays(
@@ -107,6 +108,7 @@ def test_a_step_that_was_asked_for_is_an_error_which_names_the_newest_good_one(
     assert lowdiff.recover(tmp_path / "run", WRITTEN - 1, staging=tmp_path / "staging").step == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_whoever_wants_errors_gets_one_at_attach(
     pool: Pool, tmp_path: Path, world_size: int

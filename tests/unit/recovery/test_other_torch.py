@@ -114,6 +114,7 @@ def test_what_a_replica_left_in_memory_is_not_given_up_either(tmp_path: Path) ->
         one_weight(tmp_path, compressor=None).attach()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "version",
     [
@@ -132,6 +133,7 @@ def test_versions_of_every_kind_of_build_are_versions(tmp_path: Path, version: s
     assert recover(tmp_path).step == 1
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("version", ["", "newest", "2.13.0\n", "2" * 200, "2.6 or so"])
 def test_a_fence_whose_version_is_none_is_damaged(tmp_path: Path, version: str) -> None:
     live(tmp_path, 1, 0)

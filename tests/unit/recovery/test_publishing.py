@@ -50,6 +50,7 @@ def assert_published(live: Training, dtype: torch.dtype | None = torch.bfloat16)
         assert torch.equal(found[name], tensor.to(dtype) if is_rounded else tensor), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, None])
 def test_each_step_is_published_to_the_bit(tmp_path: Path, dtype: Any) -> None:
     own = None if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
@@ -68,6 +69,7 @@ def test_each_step_is_published_to_the_bit(tmp_path: Path, dtype: Any) -> None:
             assert_published(live, own)
 
 
+@pytest.mark.slow
 def test_a_replica_is_published(tmp_path: Path) -> None:
     with training(tmp_path, strategy="replica") as live, publishing(live) as publisher:
         for _ in range(5):
@@ -78,6 +80,7 @@ def test_a_replica_is_published(tmp_path: Path) -> None:
             assert_published(live)
 
 
+@pytest.mark.slow
 def test_steps_are_published_one_by_one_and_merged_where_many_wait(tmp_path: Path) -> None:
     with training(tmp_path) as live, publishing(live) as publisher:
         publisher.next()
@@ -208,6 +211,7 @@ def test_a_run_that_takes_anothers_place_is_not_published_into_its_target(tmp_pa
         assert_published(second)
 
 
+@pytest.mark.slow
 def test_versions_of_a_life_that_another_one_replaced_are_withdrawn(tmp_path: Path) -> None:
     with training(tmp_path) as live:
         live.train(4)
@@ -339,6 +343,7 @@ def test_a_target_of_another_run_is_refused_in_attach(tmp_path: Path) -> None:
         Training(tmp_path / "b", publish=chosen)
 
 
+@pytest.mark.slow
 def test_a_checkpointer_publishes_in_a_process_of_its_own(tmp_path: Path) -> None:
     chosen = Publisher(tmp_path / "target", anchor_every=5)
     with training(tmp_path, publish=chosen) as live:
@@ -369,6 +374,7 @@ def test_a_publisher_that_dies_is_replaced(
     assert "LD615" in caplog.text
 
 
+@pytest.mark.slow
 def test_after_a_kill_of_the_trainer_the_rest_is_published_and_the_next_goes_on(
     tmp_path: Path,
 ) -> None:

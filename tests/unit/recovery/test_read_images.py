@@ -110,6 +110,7 @@ def told_anew(shard: Path) -> None:
     path.write_text(json.dumps(manifest.document()))
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("batch_bytes", [1, 64, 1 << 26])
 def test_tensors_come_back_with_their_checksum(
@@ -152,6 +153,7 @@ def test_every_tensor_has_memory_of_its_own(image: Path) -> None:
     assert len({t.untyped_storage().data_ptr() for t in filled}) == len(filled) == 6
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_of_a_header_is_more_than_damage(image: Path) -> None:
     data = image.read_bytes()
     length, parts = 8 + int.from_bytes(data[:8], "little"), part_sums(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +99,7 @@ def divisions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[l
     return shape, ways[0], ways[1]
 
 
+@pytest.mark.slow
 @given(divisions())
 def test_any_division_holds_the_same_elements(
     division: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
@@ -133,6 +135,7 @@ def test_what_is_whole_already_stays_as_it_is() -> None:
     assert all(state.parameters[name] is values for name, values in before.items())
 
 
+@pytest.mark.slow
 @given(divisions())
 def test_frozen_shards_are_cut_from_the_items_that_are_needed(
     division: tuple[tuple[int, ...], list[list[int]], list[list[int]]],

@@ -50,6 +50,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Unreadable:
     return Unreadable(monkeypatch)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("number", "also_asked"), [(errno.EACCES, False), (errno.EIO, False), (errno.ESTALE, True)]
 )

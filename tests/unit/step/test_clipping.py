@@ -63,6 +63,7 @@ def train(rank: int, world_size: int, folder: str, compressor: Compressor) -> li
     return kinds
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["cast to bfloat16", "8 bits", "powersgd", "topk bfloat16"])
 def test_clipping_costs_a_number_and_only_what_no_number_tells_costs_the_values(
     pool: Pool, tmp_path: Path, name: str

@@ -73,6 +73,7 @@ def left_over(
     return message, unchanged, made.checkpointer.stats()["committed_step"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=["topk", "powersgd", "none"])
 def test_a_step_on_gradients_of_one_rank_alone_is_refused_before_it_changes_anything(
     pool: Pool, tmp_path: Path, compressor: Compressor | None

@@ -40,6 +40,7 @@ def attach(rank: int, world_size: int, folder: str, name: str, lives: int) -> li
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "own"), [("topk", 1), ("powersgd", 2), ("randomk", 2)])
 def test_a_closed_checkpointer_leaves_no_process_group(
     pool: Pool, tmp_path: Path, name: str, own: int

@@ -126,6 +126,7 @@ def expect_the_bits_of_a_training_without_scaler(
             assert torch.equal(a, b), f"rank {rank}, step {step}: {(a - b).abs().max():.1e}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_scale_changes_no_bit(pool: Pool, tmp_path: Path, way: str) -> None:
     expect_the_bits_of_a_training_without_scaler(

@@ -32,6 +32,7 @@ def stored(written: str) -> float:
     return len(encode_sections(reducer.payload().sections, Codec())) / parameter.numel()
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize(
     "one", [one for one in LOGGED if "Cyclic" not in one.compressor], ids=lambda one: one.compressor
 )

@@ -63,6 +63,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("job", JOBS)
 def test_the_page_is_whole_and_asks_for_nothing(job: str) -> None:
     text = html_page(make_report(question(job)))
@@ -85,6 +86,7 @@ def test_memory_that_is_too_little_is_said_and_crossed_out_everywhere() -> None:
     assert any("staging memory of 240 MB is too little" in text for text in report.warnings)
 
 
+@pytest.mark.slow
 def test_the_document_is_json_for_every_job() -> None:
     for job in JOBS:
         document = make_report(question(job)).document()
@@ -93,6 +95,7 @@ def test_the_document_is_json_for_every_job() -> None:
         assert document["strategies"][0]["name"] == "lowdiff"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "fact", "warning"),
     [(1e12, "busy for 0%", ""), (3.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
@@ -142,6 +145,7 @@ def test_the_recommendation_is_the_best_of_its_own_map() -> None:
     assert report.choice.waste.seconds_per_hour <= min(allowed)
 
 
+@pytest.mark.slow
 def test_tuning_again_is_never_worse() -> None:
     for job in JOBS:
         for found in make_report(question(job)).sensitivities:
@@ -348,6 +352,7 @@ def test_how_many_snapshots_are_kept_is_said_beside_what_they_take(kept: int, te
     assert dict(facts(report))["stored"].startswith(f"up to {readable_bytes(report.stored_bytes)}")
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -400,6 +405,7 @@ def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         replace(JOB, **wrong)
 
 
+@pytest.mark.slow
 def test_another_strategy_that_wastes_less_is_named() -> None:
     def told(**changes: Any) -> tuple[list[str], Any]:
         asked = question("laptop")

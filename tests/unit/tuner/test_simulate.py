@@ -36,6 +36,7 @@ def run(
     return simulate(strategy, trace, useful_step_seconds=step, horizon_seconds=days * DAYS)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("setting", [Setting(20, 1), Setting(150, 6), Setting(2000, 40)])
 @pytest.mark.parametrize("job", JOBS)
 def test_the_simulator_agrees_with_the_closed_form(job: str, setting: Setting) -> None:

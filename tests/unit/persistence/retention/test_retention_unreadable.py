@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,6 +99,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(inventories(), POLICIES, st.integers(30, 140))
 def test_nothing_goes_that_would_stay_if_it_could_be_read(
     made: tuple[Inventory, Sequence[Pin]], policy: Retention, now: int

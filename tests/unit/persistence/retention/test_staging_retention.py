@@ -87,6 +87,7 @@ def test_steps_that_are_nowhere_else_stay(run: RunFolder) -> None:
     assert not stage.root.parent.exists()
 
 
+@pytest.mark.slow
 def test_steps_that_are_all_durable_go(run: RunFolder) -> None:
     stage = staged(run, 3)
     made_durable(run, stage)

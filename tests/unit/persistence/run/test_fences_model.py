@@ -87,6 +87,7 @@ class Files:
                     self.records[number, rank].stage(record(number, rank, step), is_checked=True)
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("back", [0, 1])
 @pytest.mark.parametrize("first", list(deaths())[3:], ids=str)
 def test_history_is_never_mixed_and_nothing_committed_is_lost(first: Death, back: int) -> None:

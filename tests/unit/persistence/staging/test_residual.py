@@ -112,6 +112,7 @@ def test_a_slot_is_found_only_while_it_holds_what_the_mark_names(tmp_path: Path)
     assert read_slot(path, LAYOUT, second) is not None
 
 
+@pytest.mark.slow
 def test_once_the_writer_has_checksummed_them_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "residual"
     slots = ResidualSlots(path, LAYOUT, 3)

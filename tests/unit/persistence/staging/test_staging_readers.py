@@ -121,6 +121,7 @@ def test_another_process_reads_every_record_once_while_the_log_grows_and_wraps(
     assert seen == [f"{step} True" for step in range(1, 1001)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("milliseconds", [1, 7, 30])
 def test_what_was_staged_before_a_kill_is_there_after_it(tmp_path: Path, milliseconds: int) -> None:
     with start(TRAINER, tmp_path, RUN_ID) as trainer:

@@ -140,6 +140,7 @@ def test_a_large_record_waits_for_memory_that_can_become_free(tmp_path: Path) ->
     assert [r.header.step for _, r in staged_records(folder)] == list(range(17, 26))
 
 
+@pytest.mark.slow
 def test_where_it_may_drop_the_log_keeps_its_cap_for_large_records_too(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     log = log_in(folder, cap_bytes=100 * CHUNK)
@@ -168,6 +169,7 @@ def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) 
     assert log.bytes_held == 2 * CHUNK
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 6)), max_size=40))
 def test_any_sequence_of_sizes_and_progress_keeps_all_that_is_not_durable(
     tmp_path_factory: pytest.TempPathFactory, appends: list[tuple[int, int]]

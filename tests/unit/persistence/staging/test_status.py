@@ -108,6 +108,7 @@ def test_a_reader_that_meets_two_torn_slots_keeps_what_it_read_before(path: Path
     assert reader.read() == FULL
 
 
+@pytest.mark.slow
 def test_a_reader_beside_a_busy_writer_never_goes_back(path: Path) -> None:
     page = StatusPage(path, WriterStatus(durable_step=0))
     reader = StatusReader(path, WriterStatus)

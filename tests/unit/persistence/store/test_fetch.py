@@ -116,6 +116,7 @@ def test_a_damaged_fence_in_the_store_is_named(run: RunFolder) -> None:
         fetch_history(store, run, None)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("together", [False, True])
 def test_a_fetch_that_ends_early_leaves_what_it_has_and_nothing_else(
     tmp_path: Path, together: bool

@@ -212,6 +212,7 @@ def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
         wait_until(writer, has_uploaded(4))
 
 
+@pytest.mark.slow
 def test_a_segment_goes_to_the_store_when_it_is_old_or_long_enough(tmp_path: Path) -> None:
     settings = settings_in(
         tmp_path, store=f"file://{tmp_path}/store", batch_size=1, segment_seconds=3.0

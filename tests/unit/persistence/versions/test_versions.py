@@ -52,6 +52,7 @@ def newest(subscriber: Subscriber) -> Version:
     return version
 
 
+@pytest.mark.cases(1)
 def test_every_version_is_the_weights_of_its_step(place: str) -> None:
     follower, jumping = Subscriber(place), Subscriber(place)
     assert follower.newest() is None
@@ -241,6 +242,7 @@ def test_a_second_publisher_to_a_store_is_named_to_the_first(server: S3Server) -
     assert second.publish(3, 0, weights_at(3)).base == made.version
 
 
+@pytest.mark.slow
 def test_a_publisher_that_dies_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
     # Anchors, deltas and removals: 5 versions, and a withdrawal.
     for left in range(60):
@@ -273,6 +275,7 @@ def test_a_publisher_that_dies_at_any_moment_leaves_whole_versions(tmp_path: Pat
     assert target.left > 0, "it did not come to the end"
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_is_taken(tmp_path: Path) -> None:
     published(tmp_path, range(4), anchor_every=10)
     expected = {step: weights_at(step) for step in range(4)}
@@ -425,6 +428,7 @@ def test_any_order_of_events(
     writer.close()
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_strangers_manifest_is_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -519,6 +523,7 @@ for version in Subscriber(sys.argv[1], look_seconds=0.002):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_both_are_killed_at_random(tmp_path: Path) -> None:
     dice = random.Random(random.randrange(1 << 32))

@@ -57,6 +57,7 @@ def first_step(settings: WriterSettings, log: StagingLog) -> WriterProcess:
     return writer
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_not_over_at_the_end_is_said(
     tmp_path: Path, server: S3Server, slow: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +79,7 @@ def test_an_upload_that_is_not_over_at_the_end_is_said(
     assert not caplog.messages
 
 
+@pytest.mark.slow
 def test_a_last_snapshot_that_is_not_in_the_store_is_said(
     tmp_path: Path, server: S3Server, slow: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -189,6 +189,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
 # What it is
 
 
+@pytest.mark.slow
 @pytest.mark.new_processes
 def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +331,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["alone", "fork"])
 def test_when_its_trainer_is_killed_it_drains_and_exits(tmp_path: Path, kind: str) -> None:
     # A forked DataLoader worker outlives its trainer and holds the writer's pipe open.
@@ -382,6 +384,7 @@ def test_a_writer_killed_while_it_finishes_is_replaced(tmp_path: Path) -> None:
     assert stored(settings.folder) == [1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_steps", [1, 9])
 def test_a_writer_without_trainer_and_run_folder_ends_and_leaves_what_is_staged(
     tmp_path: Path, num_steps: int

@@ -70,6 +70,7 @@ class Trouble:
             (self.disk / "elsewhere").rename(self.disk / "run")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -87,6 +87,7 @@ def test_a_new_run_starts_where_the_old_one_was_and_shares_nothing(
     assert {p: p.read_bytes() for p in before} == before, "the old run is as it was"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "compressor", [TopK(0.1, dense_below=64), PowerSGD(matrix_rank=1)], ids=repr
 )
@@ -99,6 +100,7 @@ def test_a_new_run_from_a_snapshot_keeps_the_residual_and_so_the_bits(
     assert same(dict(gone_on.models[8]), dict(old.models[8]))
 
 
+@pytest.mark.slow
 def test_the_timeline_is_what_the_live_run_did(trained: Trained, tmp_path: Path) -> None:
     found = timeline(trained.run, staging=trained.staging)
     assert [step.step for step in found.steps] == list(range(1, STEPS + 1))

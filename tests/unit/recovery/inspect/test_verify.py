@@ -56,6 +56,7 @@ def test_the_newest_step_is_reached_without_a_snapshot_of_it(crashed: Trained) -
     assert report.checked.records == 9
 
 
+@pytest.mark.slow
 def test_a_run_of_one_snapshot_is_loaded_at_least(tmp_path: Path) -> None:
     trained = train(tmp_path, 0)
     assert check(trained).replays == (Replayed(0, 0, compared=False),)
@@ -95,6 +96,7 @@ def test_a_live_run_can_be_verified_while_it_trains(tmp_path: Path) -> None:
     assert steps == [8]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("retention", "kept", "recoverable"), [(None, [0, 5, 10, 15], (0, 17)), (1, [15], (15, 15))]
 )
@@ -136,6 +138,7 @@ def test_a_live_run_may_go_on_while_its_segments_are_read(
     assert report.recoverable == (recoverable,)
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_overtaken_at_every_look_sees_no_loss(tmp_path: Path) -> None:
     """Twice as fast as it reads, a run has removed what the look before knew of."""
     folder = RunFolder(tmp_path / "run")
@@ -266,6 +269,7 @@ def test_a_parameter_changed_outside_the_optimizer_is_found(tmp_path: Path) -> N
 # Fences
 
 
+@pytest.mark.slow
 def test_a_damaged_fence_is_named(closed: Trained, tmp_path: Path) -> None:
     copy = closed.copied(tmp_path)
     path = RunFolder(copy.run).fence(0, 0)
@@ -315,6 +319,7 @@ def test_another_torch_is_noted(closed: Trained, tmp_path: Path) -> None:
 # Several ranks
 
 
+@pytest.mark.slow
 def test_ranks_may_come_and_go(pool: Pool, tmp_path: Path) -> None:
     build, settings = TRAININGS["cnn_sgd"], {"retention": None}
     for world_size, until in ((2, 9), (1, 9), (1, 12), (2, 14), (2, 16)):

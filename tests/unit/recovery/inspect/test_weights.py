@@ -83,6 +83,7 @@ def coupled(model: nn.Module) -> Any:
     return Whitening(model.parameters())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("build", "expected"),
     [(two_optimizers, 6), (channels_last, 6), (coupled, 1)],
@@ -207,6 +208,7 @@ def growth(folder: str, way: str) -> None:
     Path(folder, f"{way}.json").write_text(json.dumps(peak_bytes() - before))
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_memory_is_a_part_of_the_state(tmp_path: Path) -> None:
     output = tmp_path / "out.txt"

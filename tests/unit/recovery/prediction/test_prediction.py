@@ -61,6 +61,7 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
     return math.sqrt(sum(float((found[n] - wanted[n]).square().sum()) for n in wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("ahead", [3, 10, 25])
 @pytest.mark.parametrize("predictor", PREDICTORS, ids=lambda one: one.name)
@@ -72,6 +73,7 @@ def test_a_smooth_course_is_predicted_closer_than_by_the_last_state(
     assert distance(predictor.predict(history(steps), 110 + ahead), wanted) < 0.6 * stale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predictor", [Stale(), *PREDICTORS], ids=lambda one: one.name)
 def test_a_backtest_predicts_every_state_from_those_before_it(predictor: Predictor) -> None:
     found = dict(backtest(predictor, history(EVEN)))
@@ -128,6 +130,7 @@ def to(wanted: Mapping[str, torch.Tensor]) -> Callable[[Mapping[str, torch.Tenso
     return lambda found: distance(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_gate_takes_the_best_and_says_by_how_much() -> None:
     decision, taken = choose(history(EVEN), 120, to(decaying(120)))
     assert taken is not None
@@ -137,6 +140,7 @@ def test_the_gate_takes_the_best_and_says_by_how_much() -> None:
     assert (decision.base_step, decision.step) == (110, 120)
 
 
+@pytest.mark.slow
 def test_nothing_is_taken_that_does_not_beat_the_last_state() -> None:
     decision, taken = choose(history(EVEN), 120, to(decaying(110)))
     assert taken is None
@@ -160,6 +164,7 @@ def test_a_loss_of_the_last_state_that_is_no_number_predicts_nothing(answer: flo
     assert "no finite number" in decision.reason
 
 
+@pytest.mark.slow
 def test_a_candidate_whose_loss_is_no_number_is_passed_over() -> None:
     losses = iter([2.0, math.nan, 1.0, math.nan, math.nan])  # the last state, then each predictor
     decision, taken = choose(history(EVEN), 120, lambda _: next(losses))
@@ -221,6 +226,7 @@ def test_a_predicted_state_advances_counts_and_keeps_all_else(run: Path) -> None
     assert made.items == state.items
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("broken", ["missing", "size", "nan", "step"])
 def test_a_prediction_that_does_not_fit_is_refused(run: Path, broken: str) -> None:
     state = lowdiff.recover(run / "run", 30, staging=run / "staging")
@@ -236,6 +242,7 @@ def test_a_prediction_that_does_not_fit_is_refused(run: Path, broken: str) -> No
         predicted_state(state, values, 30 if broken == "step" else 42)
 
 
+@pytest.mark.slow
 def test_an_empty_parameter_and_a_predictor_that_fails_stop_nothing() -> None:
     class Failing:
         name, least_states = "failing", 1

@@ -83,6 +83,7 @@ def assert_as_live(state: RecoveredState, live: Training) -> None:
     assert same(found["state"], dict(sorted(expected["state"].items())))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_adafactor_replays_over_several_dtypes(tmp_path: Path, way: dict[str, bool]) -> None:
     live = Training(tmp_path, TopK(0.2, dense_below=16), **way)

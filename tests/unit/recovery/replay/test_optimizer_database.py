@@ -157,6 +157,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("info", "how"), list(configurations()))
 def test_every_optimizer_and_configuration_of_torchs_database_replays(info: Any, how: str) -> None:
     choice = {} if how == "single" else {how: True}

@@ -94,6 +94,7 @@ def assert_replays(
     assert same(state.optimizer_state_dict()["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_replays_by_blocks(
@@ -111,6 +112,7 @@ def test_every_elementwise_optimizer_replays_by_blocks(
     assert torch.get_num_threads() == num_threads
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd"])
 def test_every_dtype_replays_by_blocks(
@@ -127,6 +129,7 @@ def test_every_dtype_replays_by_blocks(
     assert_replays(tmp_path, bag, optimizer, 4, caplog)
 
 
+@pytest.mark.slow
 def test_a_parameter_changed_behind_our_back_is_noticed_at_recovery(tmp_path: Path) -> None:
     bag = Bag(torch.float32)
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)

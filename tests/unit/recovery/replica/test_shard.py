@@ -200,6 +200,7 @@ def without_moments(state: RecoveredState) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_steps", [0, STEPS])
 def test_whatever_byte_of_a_file_changes_no_other_bits_come_from_it_but_of_moments(
     live: Live, tmp_path: Path, num_steps: int
@@ -269,6 +270,7 @@ def test_whoever_reads_privately_leaves_the_file_as_it_is(live: Live, tmp_path: 
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_death_at_any_write_loses_nothing(live: Live, tmp_path: Path) -> None:
     counted = made(live, tmp_path / "counted")
     step_twice(Shard(counted, live.fence, journaled=True), live)
