@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lowdiff import testing
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
@@ -34,6 +36,13 @@ def _new_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Start them as a user's training does in tests whose subject is the process."""
     if request.node.get_closest_marker("new_processes"):
         monkeypatch.setattr(detached, "DetachedProcess", DetachedProcess)
+
+
+@pytest.fixture
+def limits() -> Iterator[Callable[..., None]]:
+    """Set internal limits until the test ends, as `lowdiff.testing.limits` does."""
+    with ExitStack() as until_the_end:
+        yield lambda **values: until_the_end.enter_context(testing.limits(**values))
 
 
 @pytest.fixture(scope="session")
