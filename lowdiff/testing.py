@@ -1,5 +1,8 @@
 """For tests of a training's own recovery: its end by SIGKILL, within a process that goes on.
 
+`kill` and `wait_until` are for everyone. The others are for lowdiff's own tests: they open what is private and may move,
+in one place.
+
 ::
 
     checkpointer.attach(model, optimizer)
@@ -12,10 +15,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lowdiff.checkpointer import Checkpointer
+from lowdiff.errors import ConfigError, UsageError
+from lowdiff.limits import PLACES
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowdiff.attach.begin import Opened
 
 _LOOK_SECONDS = 0.002
 
@@ -83,3 +96,84 @@ def wait_until(
         storage.tend()
         time.sleep(_LOOK_SECONDS)
     return stats
+
+
+@contextmanager
+def limits(**values: float) -> Iterator[None]:
+    """Set internal limits of this process while the body runs, such as how long a dead writer is not noticed.
+
+    ::
+
+        with lowdiff.testing.limits(process_check_seconds=0.02, restart_backoff_seconds=0.1):
+            ...
+
+    Processes that start meanwhile have their own. The names stand in ``lowdiff/limits.py``.
+
+    Raises:
+        ConfigError: If there is no limit of that name.
+    """
+    unknown = sorted(values.keys() - PLACES.keys())
+    if unknown:
+        raise ConfigError(f"no limit is called {', '.join(unknown)}; there are {', '.join(PLACES)}")
+    with ExitStack() as restoring:
+        for name, value in values.items():
+            module_name, _, constant = PLACES[name].rpartition(".")
+            module = import_module(module_name)
+            restoring.callback(setattr, module, constant, getattr(module, constant))
+            setattr(module, constant, value)
+        yield
+
+
+def adjust(checkpointer: Checkpointer, **settings: Any) -> None:
+    """Change settings that no argument of a Checkpointer sets, before `attach`.
+
+    Args:
+        checkpointer: One that is not attached.
+        settings: Fields of `lowdiff.settings.Settings`, for instance ``flush_seconds``.
+
+    Raises:
+        ConfigError: If there is no setting of that name, or a value cannot work.
+    """
+    known = [field.name for field in fields(checkpointer._settings)]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            f"no setting is called {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    checkpointer._settings = replace(checkpointer._settings, **settings)
+
+
+def parts_of(checkpointer: Checkpointer) -> Opened:
+    """Return the parts of an attached Checkpointer: session, lock, staging, ranks, survivor and copies.
+
+    Raises:
+        UsageError: If it is not attached.
+    """
+    opened = checkpointer._current
+    if opened is None:
+        raise UsageError("call attach(model, optimizer) first")
+    return opened
+
+
+def residual_of(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+    """Return a copy of what error feedback holds back on this rank, by the parameter's name.
+
+    Raises:
+        UsageError: If the Checkpointer is not attached.
+    """
+    residual = checkpointer._session._live.residual
+    return {name: values.clone() for name, values in residual.named().items()}
+
+
+@contextmanager
+def own_registrations() -> Iterator[None]:
+    """Forget the optimizers that the body registers, when it ends."""
+    optimizers = import_module("lowdiff.recovery.replay.optimizers")
+    tables = [optimizers.GRANULARITY, optimizers._registered, optimizers.SCALAR_STATE]
+    before = [table.copy() for table in tables]
+    try:
+        yield
+    finally:
+        for table, was in zip(tables, before, strict=True):
+            table.clear()
+            table.update(was)

@@ -4,13 +4,15 @@ import logging
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from benches import ending
+from lowdiff import testing
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
@@ -70,6 +72,13 @@ def _new_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Start them as a user's training does in tests whose subject is the process."""
     if request.node.get_closest_marker("new_processes"):
         monkeypatch.setattr(detached, "DetachedProcess", DetachedProcess)
+
+
+@pytest.fixture
+def limits() -> Iterator[Callable[..., None]]:
+    """Set internal limits until the test ends, as `lowdiff.testing.limits` does."""
+    with ExitStack() as until_the_end:
+        yield lambda **values: until_the_end.enter_context(testing.limits(**values))
 
 
 @pytest.fixture(scope="session")

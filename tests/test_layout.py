@@ -226,6 +226,56 @@ def vars_of(holder: object) -> list[str]:
     return list(getattr(holder, "__dict__", ()))
 
 
+def private_names() -> set[str]:
+    """Names with one leading underscore that the product gives to functions, classes, values and attributes."""
+    names = set()
+    for package in packages():
+        for path in ROOT.joinpath(*package.split(".")).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    names.add(node.name)
+                    names |= fields_of(node) if isinstance(node, ast.ClassDef) else set()
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+    return {name for name in names if re.match("_[^_]", name)}
+
+
+def name_of(node: ast.AST) -> str:
+    """Name of a variable or attribute; empty for anything else."""
+    return str(getattr(node, "id", getattr(node, "attr", "")))
+
+
+def names_reached(node: ast.AST) -> list[str]:
+    """Names that a node asks of something else: an attribute, an import, a string for ``setattr`` and its like."""
+    if isinstance(node, ast.ImportFrom) and within(node.module or "", "lowdiff"):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Attribute) and name_of(node.value) not in ("self", "cls", "os"):
+        return [node.attr]
+    if isinstance(node, ast.Call) and name_of(node.func).endswith(
+        ("setattr", "delattr", "getattr")
+    ):
+        words = [str(part.value) for part in node.args[:2] if isinstance(part, ast.Constant)]
+        return [w.rpartition(".")[2] for w in words if "." not in w or w.startswith("lowdiff.")]
+    return []
+
+
+def test_tests_reach_into_few_private_names() -> None:
+    """A file or attribute of the product that moves is not to break tests one by one.
+
+    Counted are private names of the product in tests: attributes of anything but ``self`` and ``cls``, imports, and
+    strings in ``setattr`` and its like. `lowdiff.testing` opens what tests need: `limits`, `parts_of`, `adjust`.
+    """
+    private = private_names()
+    reaches = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in names_reached(node)
+        if name in private
+    ]
+    assert len(reaches) <= 20, "\n".join(reaches)
+
+
 def test_folders_that_retention_empties_meanwhile_are_listed_in_one_place() -> None:
     """A listing by ``Path.glob`` or ``iterdir`` raises where the folder goes between two calls."""
     guarded = {

@@ -56,6 +56,7 @@ class Copies:
 
     Attributes:
         replicated_step: The newest step that every rank's copies have; -1 while one has no state.
+        wards: What this rank keeps.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Copies:
     ) -> None:
         self.replicated_step = -1
         self._settled_step = -1
-        self._wards = wards
+        self.wards = wards
         self._all_items = all_items
         self._sends_all = sends_all
         #: Copies of what the optimizers of the open body used, where they are sent.
@@ -91,17 +92,17 @@ class Copies:
     @property
     def held_step(self) -> int:
         """The newest step of which this rank holds all that it keeps; see `RankNews`."""
-        return min((ward.held_step for ward in self._wards), default=self._told_step)
+        return min((ward.held_step for ward in self.wards), default=self._told_step)
 
     @property
     def copied_step(self) -> int:
         """The newest step of which it holds the images."""
-        return min((ward.copied_step for ward in self._wards), default=self._told_step)
+        return min((ward.copied_step for ward in self.wards), default=self._told_step)
 
     @property
     def owes_snapshot(self) -> bool:
         """Whether only a snapshot makes further copies of use."""
-        return any(ward.owes_snapshot for ward in self._wards)
+        return any(ward.owes_snapshot for ward in self.wards)
 
     @property
     def spans(self) -> Spans | None:
@@ -122,7 +123,7 @@ class Copies:
         """
         if self._sends_all:
             self._ahead += own_copy(own)
-        for ward in self._wards:
+        for ward in self.wards:
             if ward.makes_steps:
                 ward.hold_ahead(numbered(reducer.payload(ward.rank).sections, number))
 
@@ -141,7 +142,7 @@ class Copies:
         else:
             sections = own_copy(written_sections(sealed.differential.written))
         self._send(sealed, checksum, {}, sections)
-        for ward in self._wards:
+        for ward in self.wards:
             payload = sealed.of_peers.get(ward.rank)
             if payload is not None:
                 ward.hold(sealed.differential.step, payload.sections)
@@ -169,7 +170,7 @@ class Copies:
         if self._sends_all:
             with suppress(FileNotFoundError):  # somebody removed it: the next commit makes it anew
                 self._sender.send_image(mapped_privately(path), mark.step, mark.checksum)
-        for ward in self._wards:
+        for ward in self.wards:
             ward.stage_image(sealed)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
@@ -178,7 +179,7 @@ class Copies:
         if self._outgoing is not None:
             self._outgoing.hear(self.replicated_step)
         least = min(news.copied for news in heard)
-        for ward in self._wards:
+        for ward in self.wards:
             ward.trim(least)
 
     def begin_anew(self) -> None:
@@ -187,7 +188,7 @@ class Copies:
         Raises:
             StorageError: If one cannot be made.
         """
-        for ward in self._wards:
+        for ward in self.wards:
             ward.begin_anew()
 
     def show(self, step: int, committed_step: int, told_step: int) -> int:
@@ -205,7 +206,7 @@ class Copies:
         if self.replicated_step >= 0:
             settled = min(settled, max(self.replicated_step, committed_step - _MOST_STEPS_BEHIND))
         self._settled_step = max(self._settled_step, told_step, settled)
-        for ward in self._wards:
+        for ward in self.wards:
             ward.show(step, self._settled_step)
         return self._settled_step
 
@@ -215,14 +216,14 @@ class Copies:
         Raises:
             RankLost: If a rank does not tell what it has.
         """
-        for ward in self._wards:
+        for ward in self.wards:
             ward.wait_for_base(step)
 
     @property
     def _recoverable_step(self) -> int:
         """`replicated_step`, unless states have gone on without a copy: then -1."""
         step = self.replicated_step
-        has_states = any(isinstance(ward, ReplicaWard) for ward in self._wards)
+        has_states = any(isinstance(ward, ReplicaWard) for ward in self.wards)
         return -1 if has_states and step < self._settled_step else step
 
     def figures(self) -> dict[str, Any]:
@@ -230,7 +231,7 @@ class Copies:
         return {
             "replicated_step": self._recoverable_step,
             "held_step": self.held_step,
-            "copied_ranks": [ward.rank for ward in self._wards],
+            "copied_ranks": [ward.rank for ward in self.wards],
             "copies_bytes_sent": self._sender.bytes_sent,
             **({} if self._outgoing is None else {"residual_step": self._outgoing.sent_step}),
         }
@@ -250,6 +251,6 @@ class Copies:
                 thread.join(max(0.0, deadline - time.monotonic()))
         for receiver in self._receivers:
             receiver.close()
-        for ward in self._wards:
+        for ward in self.wards:
             ward.close(removes=removes)
         leave(self._group)

@@ -334,13 +334,16 @@ class ReplicaWard(Ward):
         live: See `Ward`.
         log: The replica's queue.
         replica: Applies what is queued.
+
+    Attributes:
+        replica: Its handle, which starts another process where one has died.
     """
 
     def __init__(
         self, area: StagingArea, live: Live, log: StagingLog, replica: ReplicaProcess
     ) -> None:
         super().__init__(area, live, log)
-        self._replica = replica
+        self.replica = replica
         self._tell_processes()
 
     def show(self, step: int, settled_step: int) -> None:
@@ -382,18 +385,18 @@ class ReplicaWard(Ward):
 
     def _is_image_in_use(self) -> bool:
         # Another replica may have to be started before it is taken; none is before the first step.
-        return self.copied_step >= 0 and self._replica.status().image_step < self.copied_step
+        return self.copied_step >= 0 and self.replica.status().image_step < self.copied_step
 
     def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
         """See `Ward`: waits for the replica to make room; without a state it has no use for steps."""
-        write, status = super()._write, self._replica.status()
+        write, status = super()._write, self.replica.status()
         if status.asks_for_image(self.copied_step):
             self._give_up(f"its replica here has no state: {status.error}")
             return False
         return self._waits_for(lambda: write(log, note, sections), _PATIENCE_SECONDS)
 
     def _free_step(self) -> int:
-        return self._replica.status().consumed_step
+        return self.replica.status().consumed_step
 
     def _waits_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -405,9 +408,9 @@ class ReplicaWard(Ward):
 
     def begin_anew(self) -> None:
         """See `Ward`."""
-        self._replica.stop()
+        self.replica.stop()
         super().begin_anew()
-        self._replica.begin_anew()
+        self.replica.begin_anew()
         self._tell_processes()
 
     def _tell_processes(self) -> None:
@@ -417,7 +420,7 @@ class ReplicaWard(Ward):
 
     def close(self, *, removes: bool) -> None:
         """See `Ward`: its replica would hold what it keeps until this trainer ends."""
-        self._replica.stop()
+        self.replica.stop()
         super().close(removes=removes)
 
 

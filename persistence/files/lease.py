@@ -163,7 +163,7 @@ class Lease:
                 )
                 asked = self._asked
             if not self._has_ended:
-                self._beat()
+                self.beat()
                 self._looked = _now()
                 with self._news:
                     self._answered = asked
@@ -174,7 +174,8 @@ class Lease:
         except OSError as error:
             Code.LEASE_NOT_RETURNED.warn(f"the lease {self.path} could not be released: {error}")
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Renew the line once, and see whether it is still this holder's; on the lease's thread."""
         try:
             line = self._renew_line(self._machine)
             if not line:

@@ -44,6 +44,11 @@ class WaitingWriter:
         self._changing = threading.Lock()
         self._is_over = False
 
+    @property
+    def pid(self) -> int | None:
+        """The process that waits; None if there is none."""
+        return None if self._process is None else self._process.pid
+
     def prepare(self) -> None:
         """Have one wait, if none does."""
         with self._changing:

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.versions.manifest import Manifest
-from lowdiff.persistence.versions.target import target_of
+from lowdiff.persistence.versions.target import Target, target_of
 from lowdiff.persistence.versions.weights import Tensor
 from lowdiff.persistence.versions.writer import VersionWriter
 from lowdiff.recovery.follower import Follower
@@ -96,6 +96,7 @@ class Publishing:
         staging: Where the run's staging memory lives, if it was set by hand.
         options: Of replay.
         wait_seconds: How long to wait for another publisher to let go of a target.
+        target: Takes the versions; None: the one that the user named.
 
     Attributes:
         error: Why nothing is published now; empty if all is well.
@@ -109,11 +110,12 @@ class Publishing:
         staging: str | Path | None = None,
         options: ReplayOptions | None = None,
         wait_seconds: float = 0.0,
+        target: Target | None = None,
     ) -> None:
         self.error = ""
         self._publisher = publisher
         self._dtype = None if publisher.dtype_name is None else getattr(torch, publisher.dtype_name)
-        self._target = target_of(publisher.target)
+        self._target = target_of(publisher.target) if target is None else target
         self._wait_seconds = wait_seconds
         self._follower = Follower(run, staging=staging, options=options, durable=publisher.durable)
         self._writer: VersionWriter | None = None

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
-from lowdiff.attach import memory
 from lowdiff.errors import LowDiffError
+from lowdiff.testing import limits
 from tests.faults.outcome import Outcome
 from tests.faults.victim import (
     TinyTraining,
@@ -38,8 +36,7 @@ def make_victims(folder: Path) -> list[Victim]:
     closed = Victim(folder / "closed/run", folder / "closed/staging")
     live(closed, 12)
     killed = Victim(folder / "killed/run", folder / "killed/staging")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_MIN_CHUNK_BYTES", CHUNK_BYTES)
+    with limits(staging_chunk_bytes=CHUNK_BYTES):
         live(killed, 8, end="kill")
         live(killed, 13, end="kill")
     with TemporaryDirectory(dir=folder) as aside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,14 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def wait_until_lost(checkpointer: lowdiff.Checkpointer) -> None:
     """Wait until a trainer's lease has found that another took the run over, which takes it seconds."""
-    lock = checkpointer._session.agreement._lock
+    lock = testing.parts_of(checkpointer).lock
     wait_until(lambda: lock.is_lost(look=True))
+
+
+def close_after_error(checkpointer: lowdiff.Checkpointer) -> None:
+    """Close it as an exception of the training does."""
+    with suppress(ZeroDivisionError), checkpointer:
+        raise ZeroDivisionError
 
 
 @contextmanager

@@ -6,13 +6,17 @@ import os
 import re
 import signal
 import threading
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.errors import UsageError
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError, UsageError
+from lowdiff.limits import PLACES
 from lowdiff.persistence.format.values import same
 from tests.processes import Script, is_alive
 from tests.unit.loops import Loop, wait_until
@@ -128,3 +132,42 @@ def test_what_is_not_attached_cannot_be_killed(tmp_path: Path) -> None:
         testing.kill(loop.checkpointer)
     with pytest.raises(UsageError):
         testing.wait_until(loop.checkpointer, lambda _: True)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_limit_is_a_number_in_its_place_and_comes_back(name: str) -> None:
+    module_name, _, constant = PLACES[name].rpartition(".")
+    module = import_module(module_name)
+    before = getattr(module, constant)
+    assert isinstance(before, int | float)
+    with suppress(ZeroDivisionError), testing.limits(**{name: -1}):
+        assert getattr(module, constant) == -1
+        raise ZeroDivisionError
+    assert getattr(module, constant) == before
+
+
+def test_an_unknown_limit_or_setting_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"drain_hours; there are abandon_seconds, .*retry_second"),
+        testing.limits(drain_seconds=1.0, drain_hours=1.0),
+    ):
+        pass
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", compressor=TopK(0.1))
+    with pytest.raises(ConfigError, match=r"lock_hours; there are run, compressor, .*lock_seconds"):
+        testing.adjust(checkpointer, lock_hours=1.0)
+
+
+def test_parts_and_residual_are_those_of_an_attached_checkpointer(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for part in (testing.parts_of, testing.residual_of):
+        with pytest.raises(UsageError, match="call attach"):
+            part(loop.checkpointer)
+    loop.attach()
+    loop.step(0)
+    loop.checkpointer.commit()
+    assert testing.parts_of(loop.checkpointer).session.step == 1
+    residual = testing.residual_of(loop.checkpointer)
+    names = {name for name, _ in loop.model.named_parameters()}
+    assert residual.keys() <= names
+    assert any(values.any() for values in residual.values())
+    loop.checkpointer.close()

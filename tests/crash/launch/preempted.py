@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from tests.crash.trainings import TRAININGS
 
@@ -29,7 +29,7 @@ def main(*words: str) -> None:
         folder / "run", compressor=TopK(0.05), batch_size=1000, staging=folder / "staging"
     )
     # Nothing but the signal makes a batch of so few steps durable.
-    checkpointer._settings = replace(checkpointer._settings, flush_seconds=1000.0)
+    testing.adjust(checkpointer, flush_seconds=1000.0)
     checkpointer.attach(made.model, made.optimizer)
     for step in checkpointer.steps(until=steps):
         made.step(step)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lowdiff
+import lowdiff.testing
 from lowdiff.recovery.compare import has_same_bits
-from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
 from lowdiff.recovery.inspect.weights import recover_weights
 from tests.crash.sharded import beginning, loading, publishing, training
@@ -147,8 +147,7 @@ def assert_weights_come_alone(folder: Path, step: int | None = None) -> None:
     run, staging = folder / "run", folder / "staging"
     whole = export(lowdiff.recover(run, step, staging=staging), folder / "whole.safetensors")
     alone = folder / "alone.safetensors"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_GROUP_BYTES", 1)
+    with lowdiff.testing.limits(weights_group_bytes=1):
         recover_weights(run, alone, step, staging=staging)
     assert alone.read_bytes() == whole.read_bytes()
     whole.unlink()

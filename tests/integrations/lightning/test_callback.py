@@ -106,12 +106,11 @@ def test_another_strategy_is_refused_by_name(tmp_path: Path) -> None:
     class OwnStrategy(ParallelStrategy):
         """Nothing."""
 
-    trainer = trainer_of(callback_in(tmp_path))
+    callback = callback_in(tmp_path)
+    trainer = trainer_of(callback)
     trainer.strategy.__class__ = type("OwnStrategy", (OwnStrategy,), {"__abstractmethods__": ()})
-    from lowdiff.integrations.lightning import _refuse
-
     with pytest.raises(ConfigError, match="'auto' or 'ddp', not with OwnStrategy"):
-        _refuse(trainer)
+        callback.on_fit_start(trainer, BoringModel())
 
 
 def test_a_version_that_lacks_a_part_is_refused_by_name(

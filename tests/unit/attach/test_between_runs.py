@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StepNotFound, StorageError, UsageError
 from lowdiff.persistence.files.lease import Lease
@@ -213,7 +214,7 @@ def test_two_steps_in_one_body_are_an_error(tmp_path: Path) -> None:
 
 def test_a_second_trainer_waits_for_the_first_and_names_it(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    object.__setattr__(loop.checkpointer._settings, "lock_seconds", 0.1)
+    testing.adjust(loop.checkpointer, lock_seconds=0.1)
     folder = RunFolder(tmp_path / "run")
     folder.lock(0).parent.mkdir(parents=True)
     lock = FileLock(folder.lock(0))

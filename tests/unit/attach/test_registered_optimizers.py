@@ -20,7 +20,6 @@ from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer, Usag
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.replay import optimizers
 from lowdiff.recovery.replay.proof import Held
-from lowdiff.recovery.state import SCALAR_STATE
 from tests.crash import third_party, third_party_run
 from tests.crash.pool import Pool
 from tests.crash.third_party_run import (
@@ -41,14 +40,10 @@ UNTIL = 16
 @pytest.fixture(autouse=True)
 def third_parties() -> Iterator[None]:
     """They are known here until the test ends."""
-    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, SCALAR_STATE]
-    before = [target.copy() for target in own]
-    third_party.register()
-    third_party.CountingAll.steps = 0
-    yield
-    for target, was in zip(own, before, strict=True):
-        target.clear()
-        target.update(was)
+    with testing.own_registrations():
+        third_party.register()
+        third_party.CountingAll.steps = 0
+        yield
 
 
 def one_life(kind: str, folder: Path, dies: int, strategy: str) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowdiff.cli import timeline as timeline_command
 from lowdiff.recovery import search
+from lowdiff.recovery.inspect.timeline import Timeline, timeline
 from tests.unit.cli.commands import Command, command, trained
 from tests.unit.recovery.training import Trained
 
@@ -94,10 +95,11 @@ def test_a_picture_that_fails_in_the_end_costs_no_numbers(
 ) -> None:
     out = tmp_path / "x.png"
 
-    def check(_: Path) -> None:
-        out.parent.joinpath("x.png").mkdir()  # somebody else makes it while the run is replayed
+    def measure(*arguments: Any, **options: Any) -> Timeline:
+        out.mkdir()  # somebody else makes it while the run is replayed
+        return timeline(*arguments, **options)
 
-    monkeypatch.setattr(timeline_command, "_check_picture", check)
+    monkeypatch.setattr("lowdiff.recovery.inspect.timeline.timeline", measure)
     result = command("timeline", trained.run, "--json", "--out", out, "--staging", trained.staging)
     assert result.code == 1
     assert len(json.loads(result.out)["steps"]) == 12

@@ -219,8 +219,8 @@ def test_steps_that_were_dropped_in_vain_are_dropped(
         loop.checkpointer.commit()
     wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 3)
 
-    def append(log: StagingLog, *_: object, **__: object) -> int:
-        log._chunks.dropped_step = 5
+    def append(*_: object, **__: object) -> int:
+        patch.setattr(StagingLog, "dropped_step", 5)
         raise StorageError("staging needs more than there is")
 
     with monkeypatch.context() as patch:

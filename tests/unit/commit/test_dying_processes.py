@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,14 @@ import pytest
 import lowdiff
 from lowdiff import testing
 from lowdiff.errors import WriterFailed
-from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.detached_process import start_detached
 from lowdiff.recovery.replica import handle as replica_process
 from tests.unit.loops import Loop, wait_until
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.1)
+def hurried(limits: Callable[..., None]) -> None:
+    limits(process_check_seconds=0.02, restart_backoff_seconds=0.1)
 
 
 def begun(folder: Path, **settings: object) -> Loop:

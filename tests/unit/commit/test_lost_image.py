@@ -43,7 +43,7 @@ def with_stopped_writer(folder: Path, **settings: Any) -> tuple[Loop, StagingFol
             os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGSTOP)
         loop.step(number)
         loop.checkpointer.commit()
-    return loop, loop.checkpointer._session.queue.storage.folder
+    return loop, testing.parts_of(loop.checkpointer).staging.folder
 
 
 @pytest.mark.cases(1)

@@ -131,9 +131,9 @@ def test_looks_of_gc_hide_no_step(dead: Life) -> None:
 
 @pytest.mark.parametrize("name", ["trainer_lock", "replica_lock"])
 def test_whoever_keeps_the_memory_of_a_dead_trainer_is_named(
-    dead: Life, name: str, monkeypatch: pytest.MonkeyPatch
+    dead: Life, name: str, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(in_memory, "_PATIENCE_SECONDS", 0.2)
+    limits(memory_patience_seconds=0.2)
     lock = FileLock(getattr(stage_of(dead.folder), name))
     assert lock.acquire("somebody else")
     with pytest.raises(RunInUse, match="in use by somebody else"):
@@ -143,9 +143,9 @@ def test_whoever_keeps_the_memory_of_a_dead_trainer_is_named(
 
 
 def test_the_memory_of_a_live_trainer_is_left_alone_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(in_memory, "_PATIENCE_SECONDS", 0.0)  # it would be an error
+    limits(memory_patience_seconds=0.0)  # it would be an error
     life = Life(tmp_path, snapshot_every=4)
     life.run(6)
     life.wait(lambda stats: stats["replica_step"] == 6)

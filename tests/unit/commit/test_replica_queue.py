@@ -87,7 +87,7 @@ class Life:
 
     def snapshot(self, *, required: bool = False) -> None:
         """Have the trainer take a snapshot, as where one is owed."""
-        self.checkpointer._session.snapshot(required=required)
+        testing.parts_of(self.checkpointer).session.snapshot(required=required)
 
     @property
     def stage(self) -> StagingFolder:

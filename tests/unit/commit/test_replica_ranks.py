@@ -24,8 +24,10 @@ from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.recovery.replica.handle import ReplicaProcess
 from tests.crash.pool import Pool
 from tests.faults.victim import TinyTraining
 from tests.unit.persistence.s3_server import S3Server
@@ -78,30 +80,34 @@ class RankLife:
 def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, int]:
     """Train with replicas that need a whole step for each. Returns what was done at what cost."""
     life = RankLife(rank, folder, backpressure="degrade", snapshot_every=1000)
-    queue = life.checkpointer._session.queue
+    queue = testing.parts_of(life.checkpointer).session.queue
     assert isinstance(queue, ReplicaQueue)
-    replica, images = queue._replica, queue.images
-    real = replica.status
+    images, real = queue.images, ReplicaProcess.status
 
     def is_image_in_use() -> bool:
         return images.is_in_use(queue.status().durable_snapshot)
+
+    def consumed_step() -> int:
+        return read_status(life.stage.replica_status, ReplicaStatus).consumed_step
+
+    def has_all_it_may_take() -> bool:
+        is_level = life.checkpointer.stats()["replica_lag_steps"] == 0
+        return is_level or consumed_step() >= queue.storage.page.status.settled_step
 
     life.wait(lambda: not is_image_in_use())
     with pytest.MonkeyPatch.context() as patch:
         while life.step < 12:
             # It ends a step while the next one computes, never earlier.
-            life.wait(
-                lambda: (
-                    real().consumed_step >= min(queue._told_step, queue._step) or is_image_in_use()
-                )
-            )
-            consumed = real().consumed_step
+            life.wait(lambda: has_all_it_may_take() or is_image_in_use())
+            consumed = consumed_step()
             patch.setattr(
-                replica, "status", lambda upto=consumed: replace(real(), consumed_step=upto)
+                ReplicaProcess,
+                "status",
+                lambda replica, upto=consumed: replace(real(replica), consumed_step=upto),
             )
             with pytest.MonkeyPatch.context() as full:
                 if (rank, life.step) == (0, 3):
-                    full.setattr(queue._log, "append_ahead", lambda *_, **__: False)
+                    full.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
                 life.train()
     life.checkpointer.close()
     stats = life.checkpointer.stats()

@@ -16,11 +16,11 @@ from torch import nn
 
 import lowdiff
 import lowdiff.commit.storage
+from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaImages, ReplicaQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.recovery.replay import optimizers
 from tests.mounts import fill, tmpfs_or_skip
 from tests.unit.commit.test_replica_queue import Life
 from tests.unit.persistence.made_runs import tear
@@ -123,7 +123,8 @@ def test_trouble_that_other_ranks_have_not_heard_of_puts_a_snapshot_off(
     life.run(3)
     real = ReplicaQueue.status
     with monkeypatch.context() as patch:
-        patch.setattr(life.checkpointer._session.queue.storage, "tells_first", True)
+        storage = testing.parts_of(life.checkpointer).session.queue.storage
+        patch.setattr(storage, "tells_first", True)
         patch.setattr(ReplicaImages, "is_in_use", lambda *_: True)
         patch.setattr(ReplicaQueue, "status", lambda s: replace(real(s), error="no disk"))
         life.snapshot()
@@ -206,7 +207,8 @@ def test_a_full_queue_does_not_keep_close_from_ending(
     life.signal("replica", signal.SIGSTOP)
     life.run(6)
     # Not even the mark of a snapshot finds room.
-    monkeypatch.setattr(StagingLog, "_reserve", lambda *_, **__: False)
+    monkeypatch.setattr(StagingLog, "append", lambda *_, **__: None)
+    monkeypatch.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
     closing = in_background(life.checkpointer.close)
     closing.join(30)
     assert not closing.is_alive()
@@ -249,13 +251,10 @@ class Halving(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_the_replica_does_not_know_is_refused(tmp_path: Path) -> None:
-    lowdiff.register_optimizer(Halving, "element")
-    try:
+    with testing.own_registrations():
+        lowdiff.register_optimizer(Halving, "element")
         model = nn.Linear(3, 3)
         checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "staging")
         with pytest.raises(UnsupportedOptimizer, match=r"Halving.*compressor=TopK"):
             checkpointer.attach(model, Halving(model.parameters()))
         assert not list(tmp_path.rglob("i0*")), "nothing was begun"
-    finally:
-        name = optimizers._qualified(Halving)
-        del optimizers.GRANULARITY[name], optimizers._registered[name]

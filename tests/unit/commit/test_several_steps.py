@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.attach import memory
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.persistence.format.values import same
@@ -116,10 +116,9 @@ def test_a_run_that_dies_in_a_body_goes_on_from_the_last_committed_one(
 
 
 def test_a_body_that_staging_does_not_hold_costs_a_snapshot_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, limits: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "_MOST_STEPS", 3)
-    monkeypatch.setattr(memory, "_LEAST_STEPS", 3)
+    limits(least_body_steps=3, most_body_steps=3)
     training = Training(tmp_path, snapshot_every=100)
     training.attach()
     states = {}

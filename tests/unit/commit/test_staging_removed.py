@@ -7,12 +7,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lowdiff.commit import storage
 from lowdiff.errors import StorageError
 from tests.crash.test_staging_removed import remove_tree
 from tests.unit.loops import Loop, wait_until
@@ -92,9 +92,9 @@ def test_the_next_commit_notices_that_a_single_file_was_removed(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_waits_goes_on(
-    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, strategy: str, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(storage, "_DRAIN_SECONDS", 0.5)
+    limits(drain_seconds=0.5)
     loop = begun(tmp_path, batch_size=1, snapshot_every=2, **STRATEGIES[strategy])
     os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGSTOP)
     own = own_folder(loop)

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual, residuals_of
+from lowdiff.compressors.feedback import (
+    NUM_SLOTS,
+    ErrorFeedback,
+    RotatingResidual,
+    residuals_of,
+    zero_slots,
+)
 from lowdiff.types import Layout, ParameterSpec
 
 LAYOUT = Layout(
@@ -196,7 +202,8 @@ def test_without_staging_no_record_can_name_a_slot() -> None:
 def test_it_behaves_like_a_dictionary_that_is_copied_at_every_step(
     steps: list[tuple[list[int], set[int]]],
 ) -> None:
-    store = residual()
+    slots = zero_slots(LAYOUT, torch.device("cpu"))
+    store = RotatingResidual(slots, LAYOUT)
     model: dict[int, float] = {}
     earlier: list[tuple[int, dict[int, float]]] = []
     for number, (written, consumed) in enumerate(steps, start=1):
@@ -214,7 +221,7 @@ def test_it_behaves_like_a_dictionary_that_is_copied_at_every_step(
         # The residual of the step before is still whole: ranks may be one step apart.
         if earlier:
             slot, old = earlier[-1]
-            kept = {i: float(store._slots[slot][i][0]) for i in old}
+            kept = {i: float(slots[slot][i][0]) for i in old}
             assert kept == old
         earlier.append((store.slot, model))
     assert NUM_SLOTS == 3

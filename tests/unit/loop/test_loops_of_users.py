@@ -322,10 +322,9 @@ def test_a_commit_inside_steps_is_refused_before_it_leaves_steps_out(tmp_path: P
 
 
 def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("lowdiff.attach.close._ABANDON_SECONDS", 0.5)
-    monkeypatch.setattr("lowdiff.attach.close._FINISH_SECONDS", 5.0)
+    limits(abandon_seconds=0.5, finish_seconds=5.0)
     loop = UserLoop(tmp_path, "called")
     caplog.set_level(logging.WARNING)
     loop.attach()

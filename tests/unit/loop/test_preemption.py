@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.commit.session import Session
 from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
@@ -55,9 +55,7 @@ def twins(folder: Path) -> tuple[Loop, Loop]:
 
 def patient(loop: Loop) -> Loop:
     """A loop whose batches never become full or late."""
-    loop.checkpointer._settings = replace(
-        loop.checkpointer._settings, batch_size=1000, flush_seconds=1000.0
-    )
+    testing.adjust(loop.checkpointer, batch_size=1000, flush_seconds=1000.0)
     return loop
 
 

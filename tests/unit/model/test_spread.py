@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowdiff.model import ranks as ranks_module
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.format.values import same
+from lowdiff.testing import limits
 from tests.crash.pool import Pool
 
 MADE = {
@@ -38,8 +38,7 @@ def spread(rank: int, world_size: int, piece_bytes: int) -> list[str]:
     """A pool's job: what this rank got, checked for its bits."""
     mine = {name: MADE[name].clone() for name, holders in HOLDERS.items() if rank in holders}
     ranks = Ranks(dist.group.WORLD if world_size > 1 else None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks_module, "_PIECE_BYTES", piece_bytes)
+    with limits(spread_piece_bytes=piece_bytes):
         found = ranks.spread(mine)
     ranks.close()
     assert same(found, {name: MADE[name] for name in found})

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery.replay import optimizers
-from lowdiff.recovery.state import SCALAR_STATE
 from tests.unit.loops import Loop
 
 REBASED = "changed outside optimizer.step()"
@@ -42,11 +41,9 @@ class Replacing(torch.optim.Optimizer):
 
 @pytest.fixture
 def replacing() -> Iterator[type[torch.optim.Optimizer]]:
-    lowdiff.register_optimizer(Replacing, "element", scalar_state=["count"])
-    yield Replacing
-    name = optimizers._qualified(Replacing)
-    del optimizers.GRANULARITY[name], optimizers._registered[name]
-    SCALAR_STATE.discard("count")
+    with testing.own_registrations():
+        lowdiff.register_optimizer(Replacing, "element", scalar_state=["count"])
+        yield Replacing
 
 
 def state_of(loop: Loop) -> Any:
@@ -266,10 +263,9 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.fixture
 def counting() -> Iterator[type[torch.optim.Optimizer]]:
-    lowdiff.register_optimizer(Counting, "whole")
-    yield Counting
-    name = optimizers._qualified(Counting)
-    del optimizers.GRANULARITY[name], optimizers._registered[name]
+    with testing.own_registrations():
+        lowdiff.register_optimizer(Counting, "whole")
+        yield Counting
 
 
 @pytest.mark.parametrize("entry", [int, lambda count: {"of_all": count}], ids=["number", "dict"])

@@ -18,7 +18,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.protocols import Compressor
-from lowdiff.testing import wait_until
+from lowdiff.testing import parts_of, wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
@@ -55,7 +55,7 @@ class Training:
             compressor=compressor,
             **{"staging": self.staging, "copies": 2, "batch_size": 64, **settings},
         )
-        self.checkpointer.attach(self.ddp, self.optimizer)
+        self.began = self.checkpointer.attach(self.ddp, self.optimizer)
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -140,17 +140,17 @@ def unequal(rank: int, world_size: int, folder: str) -> Any:
     training = Training(rank, folder, Cast(), snapshot_every=6)
     training.train(0, 1)
     if rank == 0:
-        reducer = training.checkpointer._session.recorder.reducer
+        reducer: Any = parts_of(training.checkpointer).session.recorder.reducer
         payload = reducer.payload
 
         def wrong(of: int | None = None) -> Any:
             found = payload(of)
             if of is not None:
                 found.sections[0].data[0] ^= 1
-                reducer.payload = payload  # type: ignore[method-assign]
+                reducer.payload = payload
             return found
 
-        reducer.payload = wrong  # type: ignore[method-assign]
+        reducer.payload = wrong
     training.train(2, 3, 4)
     before = records_of_copy(folder, 1) if rank == 0 else {}
     told = training.checkpointer.stats()["replicated_step"]

@@ -24,14 +24,13 @@ def lived(rank: int, world_size: int, folder: str, *steps: int) -> tuple[int, li
     said = Said()
     logging.getLogger("lowdiff").addHandler(said)
     training = Training(rank, f"{folder}/node-{rank}", Cast(), snapshot_every=4)
-    began: int = training.checkpointer._session.step
     training.train(*steps)
     if steps:
         newest = steps[-1] + 1
         wait_until(training.checkpointer, lambda stats: stats["held_step"] >= newest, seconds=20)
     kill(training.checkpointer)
     logging.getLogger("lowdiff").removeHandler(said)
-    return began, said.texts
+    return training.began, said.texts
 
 
 def copy_of(folder: Path) -> StagingFolder:

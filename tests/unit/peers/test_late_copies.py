@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from threading import Timer
+from threading import Lock, Timer
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.peers.note import Note
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
@@ -42,21 +44,27 @@ def late(rank: int, world_size: int, folder: str) -> int:
         f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
     )
     checkpointer.attach(ddp, optimizer, changing=changing)
-    replicated = step = 0
-    while replicated <= _LATE_STEP + 1:
-        assert step < _MOST_STEPS
-        if (rank, step) == (1, _LATE_STEP):
-            copies: Any = checkpointer._session._staging._copies
-            (ward,) = copies._wards
-            ward._writing.acquire()
-            Timer(1.0, ward._writing.release).start()
-        optimizer.zero_grad()
-        ddp(batch(step, rank, 6, 12)).square().mean().backward()
-        optimizer.step()
-        changing.content = random.Random(step).randbytes(_ITEM_BYTES)
-        checkpointer.commit()
-        step += 1
-        replicated = checkpointer.stats()["replicated_step"]  # which all ranks hear alike
+    taking, read = Lock(), Note.read
+
+    def read_late(message: bytes) -> Note:
+        with taking:
+            return read(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Note, "read", read_late)
+        replicated = step = 0
+        while replicated <= _LATE_STEP + 1:
+            assert step < _MOST_STEPS
+            if (rank, step) == (1, _LATE_STEP):
+                taking.acquire()
+                Timer(1.0, taking.release).start()
+            optimizer.zero_grad()
+            ddp(batch(step, rank, 6, 12)).square().mean().backward()
+            optimizer.step()
+            changing.content = random.Random(step).randbytes(_ITEM_BYTES)
+            checkpointer.commit()
+            step += 1
+            replicated = checkpointer.stats()["replicated_step"]  # which all ranks hear alike
     checkpointer.close()
     return replicated
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +19,14 @@ from lowdiff.model.tracked import Live
 from lowdiff.peers import wards
 from lowdiff.peers.line import Receiver
 from lowdiff.peers.note import Note
-from lowdiff.peers.wards import _MOST_WAITING, ReplicaWard, Ward
-from lowdiff.persistence.files.mapped_file import ImageMark
+from lowdiff.peers.wards import ReplicaWard, Ward
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
-from lowdiff.testing import wait_until
+from lowdiff.testing import parts_of, wait_until
 from tests.crash.pool import Pool
 from tests.unit.peers.test_copies import Said, Training
 from tests.unit.peers.test_replicated import is_held
@@ -91,8 +92,9 @@ def test_an_image_that_is_written_over_is_not_published_meanwhile(
 
 
 def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_is_kept(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
+    limits(copy_waiting_steps=3)
     folder = StagingFolder.copy_of(tmp_path / "staging", "0" * 32, 0, 1, 0)
     area = StagingArea(folder, RunFolder(tmp_path / "run"), "0" * 32)
     looked_after: list[bool] = []
@@ -114,13 +116,24 @@ def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_
         cast("StagingLog", None),
         cast("ReplicaProcess", Dead()),
     )
-    ward._show_image(ImageMark(0, 0, 0))
-    for step in range(1, _MOST_WAITING + 2):
-        ward.hold(step, ())  # the rank tells nothing, so no more is kept
+    base, is_over = Note(0, False, encode({"items": {}}), [], 0, {}), threading.Event()
+    heads = iter([SimpleNamespace(is_image=False, generation=0)])
+    silent_after_base: Any = SimpleNamespace(
+        head=lambda: next(heads, None) or (is_over.wait(60) and None), note=lambda _: base.encoded()
+    )
+    telling = threading.Thread(target=ward.receive, args=(silent_after_base,))
+    telling.start()
+    monkeypatch.setattr(wards, "share_of_items", lambda *_: [])
     sealed: Any = SimpleNamespace(differential=SimpleNamespace(step=0))
-    ward._told_step = 0
+    ward.stage_image(cast("Sealed", sealed))
+    assert ward.copied_step == 0
+    assert not looked_after
+    for step in range(1, 5):
+        ward.hold(step, ())  # the rank tells nothing more, so no more is kept
     ward.stage_image(cast("Sealed", sealed))
     assert looked_after
+    is_over.set()
+    telling.join()
     ward.close(removes=True)
 
 
@@ -132,13 +145,16 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
     training.train(0, 1, 2)
     wait_until(training.checkpointer, partial(is_held, 3))
     if rank == 0:
-        copies: Any = training.checkpointer._session._staging._copies
-        (ward,) = copies._wards
+        copies = parts_of(training.checkpointer).copies
+        assert copies is not None
+        (ward,) = copies.wards
+        assert isinstance(ward, ReplicaWard)
+        (copy,) = (s for s in StagingFolder.all(training.staging) if s.keeper is not None)
         wait_until(training.checkpointer, partial(_has_state, ward))
-        os.kill(ward._replica.pid, signal.SIGSTOP)
-        generation = ward._replica.read_status().generation
-        ward._folder.replica_state(generation).write_bytes(b"")
-        os.kill(ward._replica.pid, signal.SIGKILL)
+        os.kill(ward.replica.pid, signal.SIGSTOP)
+        generation = ward.replica.read_status().generation
+        copy.replica_state(generation).write_bytes(b"")
+        os.kill(ward.replica.pid, signal.SIGKILL)
         wait_until(training.checkpointer, partial(_is_noticed, ward))
     training.train(3)
     if rank == 0:  # a thread of its own receives step 3 and finds that out
@@ -153,16 +169,16 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
 
 
 def _has_state(ward: ReplicaWard, _: dict[str, Any]) -> bool:
-    return ward._replica.read_status().generation >= 0
+    return ward.replica.read_status().generation >= 0
 
 
-def _owes(ward: ReplicaWard, _: dict[str, Any]) -> bool:
+def _owes(ward: Ward, _: dict[str, Any]) -> bool:
     return ward.owes_snapshot
 
 
 def _is_noticed(ward: ReplicaWard, _: dict[str, Any]) -> bool:
     """Whether another replica has started and found no state; the ward looks after it only with steps."""
-    return ward._replica.status().forgot
+    return ward.replica.status().forgot
 
 
 def test_a_replica_without_a_state_gets_an_image_before_steps_count_again(

@@ -50,7 +50,7 @@ def lived(
     staging = Path(folder) / f"staging-{nodes[rank]}"
     settings = {"residual": residual, "snapshot_every": 100, "staging": staging}
     training = Training(rank, folder, compressor, **settings)
-    began = training.checkpointer._session.step
+    began = training.began
     found = {began: owed(training)}
     for step in range(began, until):
         training.train(step)
@@ -119,10 +119,9 @@ def ended(
 ) -> int:
     """A life that ends well, of ranks whose nodes have disks of their own."""
     training = Training(rank, f"{folder}/node-{rank}", compressor, snapshot_every=100)
-    began: int = training.checkpointer._session.step
     training.train(*steps)
     training.checkpointer.close()
-    return began
+    return training.began
 
 
 @pytest.mark.slow

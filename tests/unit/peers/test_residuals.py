@@ -14,12 +14,12 @@ from crc32c import crc32c
 
 from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import RankLost
-from lowdiff.peers import residuals
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.peers.residuals import KeptResidual, Outgoing, Part, Plan
 from lowdiff.peers.spans import Spans
 from lowdiff.persistence.staging.residual_slots import ResidualLayout
 from lowdiff.step.residual import StagedResidual, read_residual
+from lowdiff.testing import limits
 from lowdiff.types import Layout, ParameterSpec, ResidualMark
 from tests.crash.pool import Pool
 from tests.unit.peers.test_spans import Told
@@ -328,9 +328,9 @@ def test_a_note_waits_for_its_residual_but_not_for_long(tmp_path: Path) -> None:
     assert not outgoing.holds_back(3)
 
 
+@limits(residual_buffer_bytes=2000)  # three parts and more
 def sent(rank: int, world_size: int, folder: str) -> Any:
     """Rank 0 sends two residuals between notes; rank 1 keeps them."""
-    residuals._BUFFER_BYTES = 2000  # three parts and more
     group = dist.group.WORLD
     assert group is not None
     if rank == 0:

@@ -21,7 +21,7 @@ from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replica.recover import MemoryPlan
 from lowdiff.recovery.search import Search
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.testing import kill, wait_until
+from lowdiff.testing import kill, parts_of, wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch
 from tests.unit.peers.test_copies import Said, Training
@@ -56,7 +56,7 @@ def lived(
     logging.getLogger("lowdiff").addHandler(said)
     training = Training(rank, folder, snapshot_every=snapshot_every, **SETTINGS[kind])
     checkpointer = training.checkpointer
-    began = checkpointer._session.step
+    began = training.began
     if not began:
         torch.manual_seed(100 + rank)
     for step in range(began, until):
@@ -70,8 +70,9 @@ def lived(
         dist.barrier()
         if rank == 0:  # the others do not come to their commit
             checkpointer.commit()
-            assert checkpointer._failures is not None
-            assert checkpointer._failures.save("the others are lost")
+            survivor = parts_of(checkpointer).survivor
+            assert survivor is not None
+            assert survivor.save("the others are lost") is not None
         dist.barrier()
     kill(checkpointer)
     logging.getLogger("lowdiff").removeHandler(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import lowdiff
 from lowdiff.errors import StepNotFound
+from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.follower import Follower
@@ -243,15 +245,29 @@ def test_a_store_is_followed(tmp_path: Path) -> None:
         assert 3 <= follower.step <= 4
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of temporary files."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def newest_in(store: Path) -> int:
+    """Step of the newest snapshot in a store that is a folder."""
+    return max(step for _, step, _ in RunFolder(store).snapshots())
+
+
 @pytest.mark.slow
-def test_of_a_store_only_what_leads_on_is_kept(tmp_path: Path) -> None:
+def test_of_a_store_only_what_leads_on_is_kept(tmp_path: Path, cache: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     (tmp_path / "store").mkdir()
     with training(tmp_path, store=url, snapshot_every=3) as live, Follower(url) as follower:
         weights = {0: clone(live)}
-        here = follower._folder.root
+        (here,) = cache.iterdir()
         assert follower.look()
-        fetched = follower._newest_stored
+        fetched = newest_in(tmp_path / "store/run")
         for number in range(1, 6):
             for _ in range(3):
                 live.train()
@@ -265,20 +281,22 @@ def test_of_a_store_only_what_leads_on_is_kept(tmp_path: Path) -> None:
             for name, tensor in weights[follower.step].items():
                 assert has_same_bits(found[name], tensor), name
             follower.look()
-            assert not list(here.glob("snapshots/*/*.safetensors"))  # the log led past all others
-            assert len(list(here.glob("segments/*/*.seg"))) <= 2
-        assert follower._newest_stored > fetched
+            assert not list(
+                here.glob("run/snapshots/*/*.safetensors")
+            )  # the log led past all others
+            assert len(list(here.glob("run/segments/*/*.seg"))) <= 2
+        assert newest_in(tmp_path / "store/run") > fetched
         assert follower.num_withdrawn == 0
 
 
 @pytest.mark.slow
-def test_a_step_of_a_store_that_needs_a_snapshot_gets_it(tmp_path: Path) -> None:
+def test_a_step_of_a_store_that_needs_a_snapshot_gets_it(tmp_path: Path, cache: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     (tmp_path / "store").mkdir()
     with training(tmp_path, store=url) as first:
         first.train(4)
     with Follower(url) as follower:
-        here = follower._folder.root
+        (here,) = cache.iterdir()
         assert follower.look()
         first.assert_followed(follower)
         with training(tmp_path, store=url) as second:
@@ -287,14 +305,14 @@ def test_a_step_of_a_store_that_needs_a_snapshot_gets_it(tmp_path: Path) -> None
             second.train(2)
             second.wait_for_snapshot(6)
         assert not follower.look(every=8)
-        assert not list(here.glob("snapshots/*/*"))
+        assert not list(here.glob("run/snapshots/*/*"))
         assert follower.look()
         second.assert_followed(follower)
         with training(tmp_path, store=url) as third:
             third.train(2)
         assert follower.look()
         third.assert_followed(follower)
-        assert not list(here.glob("snapshots/*/*"))
+        assert not list(here.glob("run/snapshots/*/*"))
         assert follower.num_withdrawn == 0
 
 

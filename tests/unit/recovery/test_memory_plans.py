@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from lowdiff.persistence.format.values import same
 from lowdiff.recovery import recover, search
 from lowdiff.recovery.inspect.inspection import StepRange, forecast, inspect
 from lowdiff.recovery.inspect.verify import verify
-from lowdiff.recovery.replica import recover as in_memory
 from tests.unit.cli.commands import Command, command
 from tests.unit.loops import Loop, wait_until
 
@@ -132,11 +132,11 @@ def test_memory_that_cannot_be_used_is_a_failure(
 
 def test_memory_that_somebody_keeps_is_not_read(
     killed: tuple[Path, dict[str, torch.Tensor]],
-    monkeypatch: pytest.MonkeyPatch,
+    limits: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, _ = killed
-    monkeypatch.setattr(in_memory, "_PATIENCE_SECONDS", 0.1)
+    limits(memory_patience_seconds=0.1)
     (path,) = (folder / "staging").rglob("replica-????????")
     lock = FileLock(StagingFolder(path.parent, 0, 0).replica_lock)
     assert lock.acquire("somebody")

@@ -17,7 +17,7 @@ from torch import nn
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch, StorageError
-from lowdiff.persistence.versions.target import FolderTarget
+from lowdiff.persistence.versions.target import FolderTarget, Target
 from lowdiff.recovery.publish.publishing import Publishing, published_names
 from lowdiff.testing import wait_until
 from lowdiff.types import Publisher
@@ -27,9 +27,9 @@ from tests.unit.recovery.live import Training, killed, training
 __all__ = ["command"]
 
 
-def publishing(live: Training, **settings: Any) -> Publishing:
+def publishing(live: Training, target: Target | None = None, **settings: Any) -> Publishing:
     chosen = Publisher(live.folder / "target", **settings)
-    return Publishing(live.folder / "run", chosen, staging=live.folder / "staging")
+    return Publishing(live.folder / "run", chosen, staging=live.folder / "staging", target=target)
 
 
 def newest(folder: Path) -> lowdiff.Subscriber:
@@ -124,9 +124,8 @@ class Failing(FolderTarget):
 def test_versions_are_merged_while_the_target_is_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with training(tmp_path) as live, publishing(live) as publisher:
-        target = Failing(tmp_path / "target")
-        publisher._target = target
+    target = Failing(tmp_path / "target")
+    with training(tmp_path) as live, publishing(live, target) as publisher:
         live.train()
         assert publisher.next() is not None
         target.is_away = True
@@ -244,9 +243,8 @@ def test_versions_of_a_life_that_another_one_replaced_are_withdrawn(tmp_path: Pa
 def test_a_step_that_does_not_replay_while_the_target_is_away_ends_no_publisher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with training(tmp_path) as live, publishing(live) as publisher:
-        target = Failing(tmp_path / "target")
-        publisher._target = target
+    target = Failing(tmp_path / "target")
+    with training(tmp_path) as live, publishing(live, target) as publisher:
         target.is_away = True
         live.train()
         assert publisher.next() is None

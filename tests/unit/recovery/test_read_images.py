@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from crc32c import crc32c
 import lowdiff
 from lowdiff.core.layout import layout_of
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files import checked_copy as copying
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import SCALARS, Manifest, manifest_file
 from lowdiff.persistence.format.values import same
@@ -114,11 +113,9 @@ def told_anew(shard: Path) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("batch_bytes", [1, 64, 1 << 26])
 def test_tensors_come_back_with_their_checksum(
-    image: Path, num_threads: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+    image: Path, num_threads: int, batch_bytes: int, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 333)
-    monkeypatch.setattr("lowdiff.recovery.load._BATCH_BYTES", batch_bytes)
+    limits(copy_share_bytes=1000, copy_piece_bytes=333, load_batch_bytes=batch_bytes)
     parts = part_sums(image.read_bytes())
     assert same(read(image, num_threads, parts), TENSORS)
     for index in range(len(parts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from safetensors.torch import load
 
 from lowdiff.core.layout import layout_of
 from lowdiff.persistence.format.values import encode, same
-from lowdiff.recovery import images
 from lowdiff.recovery.images import write_image
 from lowdiff.recovery.inspect.branch import start_run
 from lowdiff.recovery.state import OptimizerState, RecoveredState
@@ -62,10 +62,8 @@ def test_a_new_run_is_written_without_a_copy_of_the_state(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 64, 8])
-def test_an_image_is_what_safetensors_reads(
-    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
-) -> None:
-    monkeypatch.setattr(images, "_PIECE_BYTES", piece_bytes)
+def test_an_image_is_what_safetensors_reads(limits: Callable[..., None], piece_bytes: int) -> None:
+    limits(image_piece_bytes=piece_bytes)
     cube = torch.arange(2.0 * 3 * 5 * 7).reshape(2, 3, 5, 7)
     tensors = {
         "plain": cube,

@@ -22,7 +22,14 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
+from lowdiff.errors import ReplayMismatch
 from lowdiff.model.items import Stateful
+from lowdiff.recovery.replay import replayer
+from lowdiff.recovery.replay.blocks import Unit
+from lowdiff.recovery.replay.checksums import check_digests
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import Fence
 
 
 class Model(nn.Module):
@@ -148,9 +155,8 @@ def train(
     # The writer begins a segment behind each snapshot, if it hears of it in time: a slow one must not
     # change which files there are.
     waits = end != "kill" and chosen["compressor"] is not None and chosen["snapshot_every"] == 5
-    with suppress(_Crash), pytest.MonkeyPatch.context() as patch, checkpointer:
-        # Whoever looks at a crashed run finds all of it, however slow the disk.
-        patch.setattr("lowdiff.attach.close._ABANDON_SECONDS", 100.0)
+    # Whoever looks at a crashed run finds all of it, however slow the disk.
+    with suppress(_Crash), testing.limits(abandon_seconds=100.0), checkpointer:
         first = checkpointer.attach(model, optimizer, scheduler=scheduler, memory=memory)
         for step in checkpointer.steps(until):
             if waits and step > first and step % 5 == 0:
@@ -201,3 +207,20 @@ def part_sums(image: bytes) -> list[int]:
         crc32c(image[:length]),
         *(crc32c(image[length + first : length + last]) for first, last in places),
     ]
+
+
+def refuse_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step that is replayed in blocks have its checksums; whole tensors have theirs."""
+    plan, is_whole = replayer.plan_units, list[bool]()
+
+    def planned(state: RecoveredState, fence: Fence, options: ReplayOptions) -> list[Unit]:
+        is_whole.append(options.whole)
+        return plan(state, fence, options)
+
+    def checked(*arguments: Any, **words: Any) -> None:
+        if not is_whole[-1]:
+            raise ReplayMismatch("blocks differ")
+        check_digests(*arguments, **words)
+
+    monkeypatch.setattr(replayer, "plan_units", planned)
+    monkeypatch.setattr(replayer, "check_digests", checked)

@@ -16,7 +16,7 @@ from lowdiff.errors import UsageError
 from lowdiff.protocols import Compressor
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
-from tests.unit.loops import bound_reducers
+from tests.unit.loops import bound_reducers, close_after_error
 
 COMPRESSORS: list[Compressor | None] = [TopK(0.1), PowerSGD(1, dense_below=8), None]
 NAMES = ["topk", "powersgd", "none"]
@@ -131,7 +131,7 @@ def failing(
     else:
         reducer.average = fails
     seen = caught(made.backward, 1)
-    made.checkpointer._close(failed=True)
+    close_after_error(made.checkpointer)
     return seen
 
 
@@ -166,7 +166,7 @@ def alone(rank: int, world_size: int, folder: str, compressor: Compressor) -> tu
         reducer.average = fails
     model(batch(0, 0, 6, 12)).square().mean().backward()
     seen = caught(optimizer.step)
-    checkpointer._close(failed=True)
+    close_after_error(checkpointer)
     return seen
 
 

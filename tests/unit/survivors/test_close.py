@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowdiff.testing import parts_of
 from tests.crash.test_staging_removed import remove_tree
-from tests.unit.loops import Loop, small_model, wait_until
+from tests.unit.loops import Loop, close_after_error, small_model, wait_until
 
 SURVIVORS: dict[str, Any] = {"compressor": None, "strategy": "survivors"}
 
@@ -65,7 +66,7 @@ def test_what_was_written_since_the_last_commit_is_no_part_of_a_step(
         states[number] = loop.weights()
         loop.step(number)
     write(loop)
-    loop.checkpointer._close(failed=fails)
+    close_after_error(loop.checkpointer) if fails else loop.checkpointer.close()
     assert "LD802" in caplog.text
     assert "LD801" not in caplog.text
     again = Loop(tmp_path, settings=SURVIVORS)
@@ -98,7 +99,7 @@ def test_an_average_that_moved_after_the_commit_is_not_torn(
         loop.step(number)
         loop.checkpointer.commit()
         average.update_parameters(loop.model)
-    loop.checkpointer._close(failed=True)
+    close_after_error(loop.checkpointer)
     assert "LD802" in caplog.text
 
 
@@ -119,7 +120,7 @@ def test_a_frozen_network_that_is_written_once_is_staged_a_few_times(tmp_path: P
     size = target.weight.nbytes
     assert size < staged < 8 * size
     kept = target.weight.clone()
-    loop.checkpointer._close(failed=True)
+    close_after_error(loop.checkpointer)
     again = nn.ModuleDict({"net": small_model(), "target": nn.Linear(400, 400)})
     again["target"].requires_grad_(False)
     optimizer = torch.optim.AdamW(again["net"].parameters(), lr=1e-2)
@@ -169,15 +170,15 @@ def test_an_image_that_was_saved_over_does_not_stop_the_writer(tmp_path: Path) -
     for number in range(3):
         loop.step(number)
         loop.checkpointer.commit()
-    failures = loop.checkpointer._failures
-    assert failures is not None
+    survivor = parts_of(loop.checkpointer).survivor
+    assert survivor is not None
     blocked = tmp_path / "run/snapshots/i000000-s0000000003/rank-0000.safetensors.partial"
     blocked.mkdir(parents=True)
-    failures.save("an alarm")
+    survivor.save("an alarm")
     wait_until(lambda: loop.checkpointer.stats()["writer_error"])
     loop.step(3)
     loop.checkpointer.commit()
-    failures.save("another one")
+    survivor.save("another one")
     blocked.rmdir()
     wait_until(lambda: loop.checkpointer.stats()["durable_snapshot"] == 4)
     wait_until(lambda: not loop.checkpointer.stats()["writer_error"])

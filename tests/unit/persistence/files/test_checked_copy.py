@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.persistence.files import checked_copy as copying
 from lowdiff.persistence.files.checked_copy import (
     CheckedCopy,
     copy_in_parallel,
@@ -35,10 +35,8 @@ def test_what_is_added_stands_in_order_and_has_the_checksum_of_all(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
-def test_several_threads_copy_the_same_bytes(
-    num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
+def test_several_threads_copy_the_same_bytes(num_threads: int, limits: Callable[..., None]) -> None:
+    limits(copy_share_bytes=1000)
     whole = memoryview(LARGE.tobytes())
     parts = [whole[:7], whole[:0], whole[7:1_500_000], whole[1_500_000:], memoryview(b"end")]
     target = bytearray(len(whole) + 3)
@@ -51,9 +49,9 @@ def test_several_threads_copy_the_same_bytes(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
 def test_several_threads_read_the_same_bytes(
-    num_threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    num_threads: int, limits: Callable[..., None], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
+    limits(copy_share_bytes=1000)
     expected = LARGE.tobytes()
     (tmp_path / "file").write_bytes(b"before" + expected + b"after")
     parts = [bytearray(size) for size in (7, 0, 1_500_000, len(expected) - 1_500_007)]

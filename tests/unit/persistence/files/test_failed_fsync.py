@@ -19,7 +19,7 @@ from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.run.owner import claim
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.settings import WriterSettings
-from lowdiff.persistence.staging.status import StatusPage, WriterStatus
+from lowdiff.persistence.staging.status import StatusPage, WriterStatus, read_status
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import StagedImage, persist_image
 from lowdiff.persistence.writer.main import Writer
@@ -83,8 +83,8 @@ def test_a_successor_writes_again_what_its_predecessor_did_not_call_durable(
 ) -> None:
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        writer = Writer(dead)
-    assert writer._status.status.durable_step == STEPS
+        Writer(dead)
+    assert read_status(dead.staging.status, WriterStatus).durable_step == STEPS
     check_rewritten(kernel, segment(dead), DURABLE + 1)
 
 

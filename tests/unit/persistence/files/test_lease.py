@@ -30,12 +30,12 @@ def lease(folder: Path, machine: str, seconds: float = 0.5) -> Lease:
 
 def fall_asleep(held: Lease) -> None:
     """Stop renewing, as a machine that died or is suspended does."""
-    held._beat = lambda: None  # type: ignore[method-assign]
+    held.beat = lambda: None  # type: ignore[method-assign]
     held.is_lost(look=True)  # a beat that had begun has ended
 
 
 def wake_up(held: Lease) -> None:
-    del held._beat
+    del held.beat
 
 
 def test_a_holder_elsewhere_keeps_it_as_long_as_it_renews_it(tmp_path: Path) -> None:
@@ -70,8 +70,9 @@ def test_a_sleeper_cannot_write_over_its_successor(tmp_path: Path) -> None:
     assert first.acquire("first", timeout_seconds=0.0)
     with first.path.open("r+b") as opened:
         fall_asleep(first)
+        line = os.pread(opened.fileno(), 1000, 0)
         assert second.acquire("second", timeout_seconds=PATIENCE_SECONDS)
-        first._write(opened.fileno())  # it had looked before it fell asleep, and writes now
+        os.pwrite(opened.fileno(), line, 0)  # it had looked before it fell asleep, and writes now
     assert second.holder() == "second"
     first.release()
     second.release()
@@ -119,16 +120,16 @@ def test_a_line_that_is_being_copied_back_is_nobody_elses(tmp_path: Path) -> Non
 def test_a_look_is_not_answered_by_one_that_had_begun_before(tmp_path: Path) -> None:
     held = lease(tmp_path, "a")
     assert held.acquire("holder", timeout_seconds=0.0)
-    begun, go_on, beat = threading.Event(), threading.Event(), held._beat
+    begun, go_on, beat = threading.Event(), threading.Event(), held.beat
 
     def slow_beat() -> None:
         begun.set()
         assert go_on.wait(PATIENCE_SECONDS)
 
-    held._beat = slow_beat  # type: ignore[method-assign]
+    held.beat = slow_beat  # type: ignore[method-assign]
     assert begun.wait(PATIENCE_SECONDS)
     held.path.write_bytes(b"other\tb\t1\tanother\n")
-    held._beat = beat  # type: ignore[method-assign]
+    held.beat = beat  # type: ignore[method-assign]
     threading.Timer(0.1, go_on.set).start()
     assert held.is_lost(look=True)
     held.release()

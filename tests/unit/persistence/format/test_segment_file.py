@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,8 @@ def test_a_long_body_that_passes_is_handed_out(tmp_path: Path) -> None:
     assert len(found.body) == BODY_BYTES
 
 
-def test_a_body_longer_than_any_is_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segment_file, "_MAX_BODY_BYTES", 1000)
+def test_a_body_longer_than_any_is_no_record(tmp_path: Path, limits: Callable[..., None]) -> None:
+    limits(record_body_bytes=1000)
     assert sparse(tmp_path / "a.seg", 1000, crc32c(bytes(1000))).next() is not None
     assert sparse(tmp_path / "b.seg", 1001, crc32c(bytes(1001))).next() is None
 

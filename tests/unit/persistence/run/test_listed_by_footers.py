@@ -12,7 +12,7 @@ import pytest
 
 from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader
+from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordHeader
 from lowdiff.persistence.format.image import shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import Catalog, scan
@@ -66,7 +66,7 @@ def test_footers_list_what_a_reading_finds(
     expected = what_it_holds(scan(folder, check_all=True))
     assert what_it_holds(scan(folder)) == expected
     with monkeypatch.context() as patched:
-        patched.setattr(SegmentFile, "_read", lambda *_: pytest.fail("a record was read"))
+        patched.setattr(RecordHeader, "unpack", lambda *_: pytest.fail("a record was read"))
         assert recoverable(scan(folder)) == [(0, 7)]
 
 

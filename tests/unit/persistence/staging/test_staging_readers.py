@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.framing import HEADER_BYTES
 from lowdiff.persistence.staging.log import LogTail, staged_records
 from tests.unit.persistence.staged_logs import (
@@ -39,22 +40,23 @@ def test_a_reader_that_starts_while_chunks_are_reused_finds_the_rest(tmp_path: P
     assert [check(record) for record in drained(tail)][-8:] == list(range(26, 34))
 
 
-def test_a_reader_does_not_leave_a_chunk_that_got_a_record_while_it_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_in(tmp_path)
-    log, tail = log_in(folder), LogTail(folder)
+def test_a_reader_does_not_leave_a_chunk_that_got_a_record_while_it_looked(tmp_path: Path) -> None:
+    folder, late = folder_in(tmp_path), list[int]()
+    log = log_in(folder)
+
+    class SeenByReader(StagingFolder):
+        """Gets records when its reader looks for another chunk."""
+
+        def chunk(self, sequence: int) -> Path:
+            while late:
+                append(log, late.pop(0))
+            return super().chunk(sequence)
+
+    tail = LogTail(SeenByReader(folder.root, folder.incarnation, folder.rank))
     for step in range(1, 8):
         append(log, step)
     assert len(drained(tail)) == 7
-    following, late = LogTail._following, iter([8, 9])
-
-    def following_late(self: LogTail) -> int | None:
-        for step in late:  # the last of its chunk, and the first of the next
-            append(log, step)
-        return following(self)
-
-    monkeypatch.setattr(LogTail, "_following", following_late)
+    late += [8, 9]  # the last of its chunk, and the first of the next
     assert [check(record) for record in drained(tail)] == [8, 9]
 
 

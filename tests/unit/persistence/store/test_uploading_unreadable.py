@@ -7,7 +7,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from lowdiff.errors import StorageError
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.uploader import Uploader
+from lowdiff.testing import limits
 from tests.unit.persistence.writers import (
     append,
     log_of,
@@ -34,13 +34,22 @@ FIRST, SECOND = "i000000-s0000000001.seg", "i000000-s0000000003.seg"
 
 
 @contextmanager
-def unreadable(*names: str, times: float = math.inf) -> Iterator[list[Path]]:
-    """Files of these names fail as on a bad sector, so often; yields those that did."""
+def unreadable(
+    *names: str, times: float = math.inf, then: Callable[[Path], object] = lambda _: None
+) -> Iterator[list[Path]]:
+    """Files of these names fail as on a bad sector, so often; yields those that did.
+
+    Args:
+        names: Of the files.
+        times: How often.
+        then: Called with each that has failed.
+    """
     opened, failed = Path.open, list[Path]()
 
     def refused(path: Path, *arguments: Any, **more: Any) -> Any:
         if path.name in names and len(failed) < times:
             failed.append(path)
+            then(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return opened(path, *arguments, **more)
 
@@ -74,8 +83,7 @@ def uploaded(settings: WriterSettings, durable: int) -> WriterStatus:
     uploader = Uploader(settings, page, Recorder(settings.staging.measured_by_writer))
     uploader.adopted()
     uploader.end()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowdiff.persistence.store.uploader._RETRY_SECONDS", 0.0)
+    with limits(upload_retry_seconds=0.0):
         asyncio.run(uploader.run())
     return page.status
 
@@ -190,20 +198,10 @@ def test_a_file_that_could_not_be_read_once_is_tried_again(settings: WriterSetti
 
 
 def test_what_was_removed_before_it_could_be_read_stays_missing(settings: WriterSettings) -> None:
-    page = StatusPage(settings.staging.status, WriterStatus(8))
-    uploader = Uploader(settings, page, Recorder(settings.staging.measured_by_writer))
-    uploader.adopted()
-
-    async def passes() -> None:
-        await uploader._begin()
-        await uploader._upload_snapshots()
-        with unreadable(SECOND), pytest.raises(StorageError, match=SECOND):
-            await uploader._upload_segments()
-        next(Path(settings.run).rglob(SECOND)).unlink()
-        await uploader._upload_segments()
-
-    asyncio.run(passes())
-    assert (page.status.remote_step, page.status.remote_error) == (-1, "")
+    with unreadable(SECOND, times=1, then=Path.unlink) as failed:
+        status = uploaded(settings, 8)
+    assert failed
+    assert (status.remote_step, status.remote_error) == (-1, "")
 
 
 def test_trouble_with_segments_holds_up_no_snapshot(
@@ -217,7 +215,6 @@ def test_trouble_with_segments_holds_up_no_snapshot(
         raise PermissionError(errno.EACCES, "Permission denied", "run/segments")
 
     monkeypatch.setattr("lowdiff.persistence.store.uploader.Uploader._upload_segments", upload)
-    monkeypatch.setattr("lowdiff.persistence.store.uploader._RETRY_SECONDS", 0.0)
     status = uploaded(settings, 9)
     assert (status.remote_snapshot, status.remote_step) == (9, -1)
     assert "Permission denied: 'run/segments'" in status.remote_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.format.image import ImageTensor, manifest_file, stage_image
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import SavedStatus, StatusPage, SurvivorStatus
-from lowdiff.persistence.writer import main
 from lowdiff.persistence.writer.handle import WriterProcess
 from tests.processes import is_alive
 from tests.unit.persistence.writers import PATIENCE_SECONDS, settings_in, write_here
@@ -94,10 +93,10 @@ def test_a_trainer_that_says_its_end_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_survivors_that_save_nothing_are_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
     dead, living = survivors_rank(tmp_path, 0), survivors_rank(tmp_path, 1)
-    monkeypatch.setattr(main, "_SURVIVORS_SECONDS", 1.5)
+    limits(survivors_seconds=1.5)
     began = time.monotonic()
     with living_trainer(living), open(os.devnull) as pipe_of_the_dead:
         write_here(dead, pipe_of_the_dead, monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,16 +28,16 @@ def test_it_takes_the_place_of_one_that_is_started_where_it_lives(
     waiting = WaitingWriter()
     waiting.prepare()
     waiting.prepare()
-    process = waiting._process
-    assert process is not None
+    pid = waiting.pid
+    assert pid is not None
     if dies:
-        process.kill()
-        process.wait()
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid)
     settings = settings_in(tmp_path)
     log = log_of(settings)
     writer = WriterProcess(settings, waiting)
     try:
-        assert (writer.pid == process.pid) is not dies
+        assert (writer.pid == pid) is not dies
         append(log, 1)
         assert writer.finish(PATIENCE_SECONDS).durable_step == 1
         assert stored(settings.folder) == [1]
@@ -47,13 +48,13 @@ def test_it_takes_the_place_of_one_that_is_started_where_it_lives(
 def test_it_ends_when_it_is_closed_and_when_nobody_needs_it() -> None:
     waiting = WaitingWriter()
     waiting.prepare()
-    process = waiting._process
-    assert process is not None
-    assert is_alive(process.pid)
+    pid = waiting.pid
+    assert pid is not None
+    assert is_alive(pid)
     waiting.close()
-    assert ended(process.pid)
+    assert ended(pid)
     waiting.prepare()
-    assert waiting._process is None
+    assert waiting.pid is None
 
 
 def test_it_ends_with_its_trainer() -> None:
@@ -62,8 +63,8 @@ def test_it_ends_with_its_trainer() -> None:
     if trainer == 0:
         waiting = WaitingWriter()
         waiting.prepare()
-        assert waiting._process is not None
-        os.write(told, b"%d" % waiting._process.pid)
+        assert waiting.pid is not None
+        os.write(told, b"%d" % waiting.pid)
         os._exit(0)
     os.waitpid(trainer, 0)
     assert ended(int(os.read(pid_of_writer, 64)))

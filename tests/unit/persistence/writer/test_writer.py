@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowdiff.errors import WriterFailed
-from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind
@@ -244,10 +244,9 @@ def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(
 
 
 def test_a_writer_killed_at_any_moment_loses_nothing_and_writes_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.0)
+    limits(process_check_seconds=0.01, restart_backoff_seconds=0.0)
     settings = settings_in(tmp_path)
     log = log_of(settings, cap_bytes=5 * 4096)
     rng = np.random.default_rng(0)

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lowdiff.errors import WriterFailed
-from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.detached_process import Deaths, how_it_ended
 from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.persistence.writer.handle import WriterProcess
@@ -29,9 +29,8 @@ from tests.unit.persistence.writers import (
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.1)
+def hurried(limits: Callable[..., None]) -> None:
+    limits(process_check_seconds=0.02, restart_backoff_seconds=0.1)
 
 
 def kill(writer: WriterProcess) -> None:
@@ -65,9 +64,9 @@ def test_a_writer_that_dies_at_every_start_is_an_error_until_it_gets_something_d
 
 
 def test_such_a_writer_is_started_ever_more_rarely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 2.0)
+    limits(restart_backoff_seconds=2.0)
     settings = settings_in(tmp_path)
     with writing(settings) as writer:
         kill(writer)
@@ -84,9 +83,9 @@ def test_such_a_writer_is_started_ever_more_rarely(
 
 
 def test_the_end_of_a_life_waits_for_no_back_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1000.0)
+    limits(restart_backoff_seconds=1000.0)
     settings = settings_in(tmp_path)
     log = log_of(settings)
     writer = WriterProcess(settings)
@@ -137,9 +136,9 @@ def test_without_any_process_the_end_is_an_error_that_says_where_the_steps_are(
 
 
 def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1.0)
+    limits(restart_backoff_seconds=1.0)
     deaths = Deaths("the writer", tmp_path / "no such log", 0)
     for done in range(20):
         deaths.take_progress([done, -1])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowdiff.errors import WriterFailed
-from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.format.image import shard_file
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import write_fence
-from lowdiff.persistence.writer.main import Writer
+from lowdiff.persistence.writer.segments import Batch, SegmentWriter
 from lowdiff.types import Retention
 from tests.mounts import remount, tmpfs_or_skip
 from tests.unit.persistence.made_runs import fence, tear
@@ -34,6 +32,7 @@ from tests.unit.persistence.writers import (
     stage_snapshot,
     stored,
     wait_until,
+    write_here,
     writing,
 )
 
@@ -101,9 +100,9 @@ def test_trouble_is_reported_and_waited_out(small_disk: Path, kind: str, message
 
 
 def test_a_writer_started_while_the_run_is_away_makes_no_other_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.1)
+    limits(process_check_seconds=0.1)
     settings = settings_in(tmp_path, batch_size=2)
     log = log_of(settings)
     run, away = tmp_path / "run", tmp_path / "away"
@@ -125,9 +124,9 @@ def test_a_writer_started_while_the_run_is_away_makes_no_other_run(
 
 
 def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_writer(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.05)
+    limits(process_check_seconds=0.05)
     settings = settings_in(small_disk.parent, run=small_disk / "run", batch_size=1)
     log = log_of(settings, cap_bytes=3 * 4096)
     filler = small_disk / "filler"
@@ -179,24 +178,32 @@ def test_a_full_disk_is_freed_as_soon_as_retention_can(small_disk: Path) -> None
 
 
 def test_a_run_folder_that_does_not_answer_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
-    settings = settings_in(tmp_path, folder_timeout_seconds=0.0)
-    with open(os.devnull) as nothing:
-        monkeypatch.setattr(sys, "stdin", nothing)
-        writer = Writer(settings)
-        assert writer._orders.read()  # END: nothing can be read from it
+    limits(write_retry_seconds=0.01)
+    settings = settings_in(tmp_path, batch_size=1, folder_timeout_seconds=0.0)
+    append(log_of(settings), 1)
+    tries, broken = list[Batch](), pytest.MonkeyPatch()
 
     def stale(path: Path) -> bytes:
         raise OSError(116, "Stale file handle")
 
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_bytes", stale)
-        writer._give_up_if_deleted(OSError("the write failed"))
-    shutil.rmtree(settings.run)
-    writer._give_up_if_deleted(OSError("the write failed"))
-    with pytest.raises(WriterFailed, match="is gone, and so is its trainer"):
-        writer._give_up_if_deleted(OSError("the write failed"))
+    async def fail(_: SegmentWriter, batch: Batch) -> int:
+        tries.append(batch)
+        if len(tries) == 1:
+            broken.setattr(Path, "read_bytes", stale)
+        elif len(tries) == 3:
+            broken.undo()
+            shutil.rmtree(settings.run)
+        raise OSError("the write failed")
+
+    monkeypatch.setattr(SegmentWriter, "append", fail)
+    with (
+        open(os.devnull) as pipe_of_the_dead,
+        pytest.raises(WriterFailed, match="is gone, and so is its trainer"),
+    ):
+        write_here(settings, pipe_of_the_dead, monkeypatch)
+    assert len(tries) == 4
 
 
 @pytest.mark.parametrize("last", [9, 40], ids=["in one chunk", "in several"])

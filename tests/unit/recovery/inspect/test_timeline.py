@@ -11,6 +11,7 @@ import torch
 from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.recovery.inspect import timeline as module
 from lowdiff.recovery.inspect.timeline import first_outlier, timeline
+from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.search import carry_out
 from tests.unit.loops import Loop
 
@@ -69,20 +70,20 @@ def test_a_newest_step_that_was_dropped_meanwhile_is_not_waited_for(
     for number in loop.checkpointer.steps(8):
         loop.step(number)
     loop.checkpointer.close()
-    unbroken, asked = module._unbroken, []
+    asked = []
 
-    def dropped(catalog: Any, last: int | None) -> tuple[int, int]:
+    def dropped(catalog: Any, last: int | None) -> RecoveryPlan:
         asked.append(last)
         if last is not None:
             raise StepNotFound(catalog.root, last, (), "dropped")
-        return unbroken(catalog, last)
+        return plan_recovery(catalog, last)
 
     def damaged_once(*arguments: Any) -> Any:
         if len(asked) == 1:
             raise DamagedFile(tmp_path / "staging" / "log", "overwritten by its trainer")
         return carry_out(*arguments)
 
-    monkeypatch.setattr(module, "_unbroken", dropped)
+    monkeypatch.setattr(module, "plan_recovery", dropped)
     monkeypatch.setattr(module, "carry_out", damaged_once)
     assert timeline(tmp_path / "run", staging=tmp_path / "staging").steps[-1].step == 8
     assert asked == [None, 8, None]

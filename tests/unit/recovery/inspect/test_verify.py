@@ -12,6 +12,7 @@ from crc32c import crc32c
 from torch import nn
 
 from lowdiff.errors import NotARun
+from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest
@@ -176,15 +177,15 @@ def test_a_segment_that_is_written_while_it_is_judged_is_not_damaged(
     crashed: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = max(crashed.run.rglob("*.seg"))
-    written, real = newest.read_bytes(), damage._by_now
+    written = newest.read_bytes()
     newest.write_bytes(b"")  # as between the two system calls of its writer
 
-    def meanwhile(*arguments: Any) -> Any:
-        found = real(*arguments)
-        newest.write_bytes(written)
-        return found
+    def meanwhile(path: Path) -> memoryview:
+        if path == newest:
+            newest.write_bytes(written)
+        return read_view(path)
 
-    monkeypatch.setattr(damage, "_by_now", meanwhile)
+    monkeypatch.setattr(damage, "read_view", meanwhile)
     assert verify(crashed.run, "/nowhere").failures == ()
 
 

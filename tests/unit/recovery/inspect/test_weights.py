@@ -15,26 +15,24 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
-from lowdiff.errors import ReplayMismatch, StorageError
+from lowdiff.errors import StorageError
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect import weights
 from lowdiff.recovery.inspect.export import export
 from lowdiff.recovery.inspect.weights import recover_weights
-from lowdiff.recovery.replay import replayer
 from tests.crash.third_party import Whitening
 from tests.processes import Script, peak_bytes
 from tests.unit.loops import Loop
-from tests.unit.recovery.training import Trained, flip, train, two_optimizers
+from tests.unit.recovery.training import Trained, flip, refuse_blocks, train, two_optimizers
 
 #: 48 million elements are trained, 576 MB with AdamW's state; 8 million are frozen.
 _WIDTH, _TRAINED, _FROZEN, _STEPS = 2000, 12, 2, 3
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def groups(monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]) -> list[int]:
     """Recover every tensor by itself; how many groups there were at each attempt."""
-    monkeypatch.setattr(weights, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(weights, "_MOST_GROUPS", 1 << 40)
+    limits(weights_group_bytes=1, weights_groups=1 << 40)
     monkeypatch.setattr(weights, "bytes_of", lambda _: 0)
     made, found = weights._shares, []
 
@@ -113,24 +111,17 @@ def test_where_blocks_fail_all_groups_are_replayed_whole(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    check = replayer.Replayer._check
-
-    def refuse_blocks(self: Any, *args: Any) -> None:
-        if not self._options.whole:
-            raise ReplayMismatch("blocks differ")
-        check(self, *args)
-
     expected = export(recover(crashed.run, 7, staging=crashed.staging), tmp_path / "x.safetensors")
-    monkeypatch.setattr(replayer.Replayer, "_check", refuse_blocks)
+    refuse_blocks(monkeypatch)
     recover_weights(crashed.run, tmp_path / "y.safetensors", 7, staging=crashed.staging)
     assert (tmp_path / "y.safetensors").read_bytes() == expected.read_bytes()
     assert caplog.text.count("replaying whole tensors instead of blocks") == 1
 
 
 def test_progress_goes_once_from_the_first_step_to_the_last(
-    groups: list[int], crashed: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: list[int], crashed: Trained, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(replayer, "_FIRST_WINDOW_BYTES", 1)
+    limits(first_replay_window_bytes=1)
     told: list[tuple[int, int]] = []
     recover_weights(
         crashed.run,

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.core.digest import entry_digests
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
@@ -24,7 +25,7 @@ from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.unit import Scratch, Step, UnitState
-from lowdiff.recovery.state import SCALAR_STATE, OptimizerState, RecoveredState
+from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import (
     Block,
     Differential,
@@ -340,12 +341,8 @@ class Careful(Signed):
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Registrations end with the test."""
-    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, SCALAR_STATE]
-    before = [target.copy() for target in own]
-    yield
-    for target, was in zip(own, before, strict=True):
-        target.clear()
-        target.update(was)
+    with testing.own_registrations():
+        yield
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import zstandard
 from crc32c import crc32c
 
 import lowdiff
-from lowdiff.errors import DamagedFile, ReplayMismatch
+from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.framing import FileHeader, read_records
@@ -24,7 +25,7 @@ from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import replayer as replay
 from lowdiff.recovery.state import RecoveredState
-from tests.unit.recovery.training import Trained, train
+from tests.unit.recovery.training import Trained, refuse_blocks, train
 
 STEPS = 7
 
@@ -44,21 +45,21 @@ def planned(trained: Trained) -> tuple[Catalog, RecoveryPlan]:
     ("steps_in_memory", "windows"), [(1, [1] * STEPS), (3, [3, 3, 1]), (100, [STEPS])]
 )
 def test_windows_are_as_large_as_what_they_decode_to(
-    trained: Trained, steps_in_memory: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
+    trained: Trained, steps_in_memory: int, windows: list[int], limits: Callable[..., None]
 ) -> None:
     catalog, plan = planned(trained)
     fence = catalog.incarnations[0]
     ((*_, last),) = replay.windows(plan.steps, fence)
     (shard,) = last.shards
     decoded = shard.payload.bytes + sum(map(len, shard.items.values()))
-    monkeypatch.setattr(replay, "_WINDOW_BYTES", (steps_in_memory - 0.5) * decoded)
+    limits(replay_window_bytes=(steps_in_memory - 0.5) * decoded)
     found = list(replay.windows(plan.steps, fence))
     assert [len(window) for window in found] == windows
     assert [s.shards[0].step for window in found for s in window] == list(range(1, STEPS + 1))
 
 
 def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
 ) -> None:
     tensors: list[weakref.ref[Any]] = []
     left: list[tuple[int, list[str]]] = []
@@ -70,15 +71,8 @@ def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
         tensors.extend(map(weakref.ref, state.parameters.values()))
         return state
 
-    check = replay.Replayer._check
-
-    def refuse_blocks(self: Any, *args: Any) -> None:
-        if not self._options.whole:
-            raise ReplayMismatch("blocks differ")
-        check(self, *args)
-
-    monkeypatch.setattr(replay, "_FIRST_WINDOW_BYTES", 1)
-    monkeypatch.setattr(replay.Replayer, "_check", refuse_blocks)
+    limits(first_replay_window_bytes=1)
+    refuse_blocks(monkeypatch)
     monkeypatch.setattr(search, "load_snapshot", load)
     assert lowdiff.recover(trained.run, STEPS).step == STEPS
     assert left == [(0, [])] * 2

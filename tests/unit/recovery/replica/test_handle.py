@@ -6,32 +6,31 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowdiff.persistence.files.detached_process import DetachedProcess
+from lowdiff.persistence.files.detached_process import DetachedProcess, start_detached
 from lowdiff.persistence.staging.settings import ReplicaSettings
+from lowdiff.recovery.replica import handle as replica_process
 from lowdiff.recovery.replica.handle import ReplicaProcess
 
 pytestmark = pytest.mark.new_processes
 
 
-class _SlowToStart(ReplicaProcess):
-    """A replica whose start is held up."""
+def test_a_replica_that_another_thread_is_just_starting_is_stopped_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_starting, may_start = threading.Event(), threading.Event()
 
-    def __init__(self, settings: ReplicaSettings) -> None:
-        super().__init__(settings)
-        self.is_starting, self.may_start = threading.Event(), threading.Event()
-
-    def _start(self) -> DetachedProcess:
-        self.is_starting.set()
-        assert self.may_start.wait(10)
-        process = super()._start()
+    def start_late(*arguments: Any, **environment: Any) -> DetachedProcess:
+        is_starting.set()
+        assert may_start.wait(10)
+        process = start_detached(*arguments, **environment)
         os.kill(process.pid, signal.SIGSTOP)  # it does not end by itself
         return process
 
-
-def test_a_replica_that_another_thread_is_just_starting_is_stopped_as_well(tmp_path: Path) -> None:
+    monkeypatch.setattr(replica_process, "start_detached", start_late)
     settings = ReplicaSettings(
         run=str(tmp_path),
         staging_root=str(tmp_path),
@@ -45,14 +44,14 @@ def test_a_replica_that_another_thread_is_just_starting_is_stopped_as_well(tmp_p
         waits=False,
     )
     settings.staging.root.mkdir(parents=True)
-    handle = _SlowToStart(settings)
+    handle = ReplicaProcess(settings)
     starter = threading.Thread(target=handle.status)
     starter.start()
-    assert handle.is_starting.wait(10)
+    assert is_starting.wait(10)
     stopper = threading.Thread(target=handle.stop)
     stopper.start()
     stopper.join(0.2)  # it waits for the start
-    handle.may_start.set()
+    may_start.set()
     starter.join()
     stopper.join()
     pid = handle.pid

@@ -1,0 +1,34 @@
+"""Internal limits by plain names: where each constant stands that tests make smaller or shorter.
+
+A module of its own, because it names places of all rooms and loads none of them.
+"""
+
+from __future__ import annotations
+
+#: Plain name -> module and constant.
+PLACES = {
+    "abandon_seconds": "lowdiff.attach.close._ABANDON_SECONDS",
+    "copy_piece_bytes": "lowdiff.persistence.files.checked_copy._PIECE_BYTES",
+    "copy_share_bytes": "lowdiff.persistence.files.checked_copy._SHARE_BYTES",
+    "copy_waiting_steps": "lowdiff.peers.wards._MOST_WAITING",
+    "drain_seconds": "lowdiff.commit.storage._DRAIN_SECONDS",
+    "finish_seconds": "lowdiff.attach.close._FINISH_SECONDS",
+    "first_replay_window_bytes": "lowdiff.recovery.replay.replayer._FIRST_WINDOW_BYTES",
+    "image_piece_bytes": "lowdiff.recovery.images._PIECE_BYTES",
+    "least_body_steps": "lowdiff.attach.memory._LEAST_STEPS",
+    "load_batch_bytes": "lowdiff.recovery.load._BATCH_BYTES",
+    "memory_patience_seconds": "lowdiff.recovery.replica.recover._PATIENCE_SECONDS",
+    "most_body_steps": "lowdiff.attach.memory._MOST_STEPS",
+    "process_check_seconds": "lowdiff.persistence.files.detached_process._CHECK_SECONDS",
+    "record_body_bytes": "lowdiff.persistence.format.segment_file._MAX_BODY_BYTES",
+    "replay_window_bytes": "lowdiff.recovery.replay.replayer._WINDOW_BYTES",
+    "residual_buffer_bytes": "lowdiff.peers.residuals._BUFFER_BYTES",
+    "restart_backoff_seconds": "lowdiff.persistence.files.detached_process._BACKOFF_SECONDS",
+    "spread_piece_bytes": "lowdiff.model.ranks._PIECE_BYTES",
+    "staging_chunk_bytes": "lowdiff.attach.memory._MIN_CHUNK_BYTES",
+    "survivors_seconds": "lowdiff.persistence.writer.main._SURVIVORS_SECONDS",
+    "upload_retry_seconds": "lowdiff.persistence.store.uploader._RETRY_SECONDS",
+    "weights_group_bytes": "lowdiff.recovery.inspect.weights._GROUP_BYTES",
+    "weights_groups": "lowdiff.recovery.inspect.weights._MOST_GROUPS",
+    "write_retry_seconds": "lowdiff.persistence.writer.main._RETRY_SECONDS",
+}
