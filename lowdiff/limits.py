@@ -15,6 +15,7 @@ PLACES = {
     "finish_seconds": "lowdiff.attach.close._FINISH_SECONDS",
     "first_replay_window_bytes": "lowdiff.recovery.replay.replayer._FIRST_WINDOW_BYTES",
     "image_piece_bytes": "lowdiff.recovery.images._PIECE_BYTES",
+    "lease_look_seconds": "lowdiff.persistence.files.lease._POLL_SECONDS",
     "least_body_steps": "lowdiff.attach.memory._LEAST_STEPS",
     "load_batch_bytes": "lowdiff.recovery.load._BATCH_BYTES",
     "memory_patience_seconds": "lowdiff.recovery.replica.recover._PATIENCE_SECONDS",

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -27,12 +27,15 @@ from typing import Any
 
 from typing_extensions import Self
 
+from lowdiff import testing
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
 
 MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _starting = threading.Lock()
+#: For as long as a process of the tests lives.
+_limits = ExitStack()
 
 
 def torch_loaded() -> ForkServerContext:
@@ -149,8 +152,10 @@ class Zygote:
 def fork_processes(*, forks: bool = False) -> None:
     """Have every later writer and replica of this process forked, by a zygote that ends with it.
 
-    Not where coverage is measured, which counts only processes that are started anew.
+    Not where coverage is measured, which counts only processes that are started anew. Also, no attach of this
+    process looks for a fifth of a second whether another machine takes the lease at the same moment.
     """
+    _limits.enter_context(testing.limits(lease_look_seconds=0.005))
     if "coverage" not in sys.modules:
         trainer = os.getpid()
         zygotes = [Zygote(forks=True)] if forks else []
