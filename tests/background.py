@@ -17,12 +17,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import traceback
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
@@ -30,8 +28,11 @@ from typing_extensions import Self
 from lowdiff import testing
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
+from tests.zygote import serve
 
-MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
+ROOT = Path(__file__).parents[1]
+WRITER = "lowdiff.persistence.writer.main"
+MODULES = (WRITER, "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _starting = threading.Lock()
 #: For as long as a process of the tests lives.
@@ -104,19 +105,23 @@ class Zygote:
     """A child process that forks this process's writers and replicas.
 
     Args:
-        forks: Fork it from this process, which has started no thread yet; else from one that has
-            loaded torch.
+        forks: Fork it from this process, which has started no thread yet.
+        writes: Start it anew, without torch: for writers only. Else it is forked from one that has loaded torch.
     """
 
-    def __init__(self, *, forks: bool = False) -> None:
+    def __init__(self, *, forks: bool = False, writes: bool = False) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking = threading.Lock()
         self._forked: list[ForkedProcess] = []
         if forks:
             if os.fork() == 0:
-                _serve(theirs)
+                serve(theirs, MODULES)
+        elif writes:
+            given = theirs.fileno()
+            words = [sys.executable, "-m", "tests.zygote", str(given), WRITER]
+            self._process = DetachedProcess(words, pass_fds=[given], cwd=ROOT)
         else:
-            torch_loaded().Process(target=_serve, args=(theirs,), daemon=True).start()
+            torch_loaded().Process(target=serve, args=(theirs, MODULES), daemon=True).start()
         theirs.close()
 
     def start(self, command: list[str], **options: Any) -> ForkedProcess:
@@ -158,72 +163,16 @@ def fork_processes(*, forks: bool = False) -> None:
     _limits.enter_context(testing.limits(lease_look_seconds=0.005))
     if "coverage" not in sys.modules:
         trainer = os.getpid()
-        zygotes = [Zygote(forks=True)] if forks else []
+        #: By whether it forks writers only.
+        zygotes = dict.fromkeys((False, True), Zygote(forks=True)) if forks else {}
 
         def start(command: list[str], **options: Any) -> ForkedProcess | DetachedProcess:
             if os.getpid() != trainer:
                 return DetachedProcess(command, **options)  # the zygote is no child of this fork
-            if not zygotes:  # only who needs it waits until torch is loaded
-                zygotes.append(Zygote())
-                atexit.register(zygotes[0].close)
-            return zygotes[0].start(command, **options)
+            writes = command[2] == WRITER
+            if writes not in zygotes:  # only who needs it waits until its modules are loaded
+                zygotes[writes] = Zygote(writes=writes)
+                atexit.register(zygotes[writes].close)
+            return zygotes[writes].start(command, **options)
 
         detached.DetachedProcess = start  # type: ignore[assignment, misc]
-
-
-def _serve(requests: socket.socket) -> None:
-    """The zygote's whole life; never returns."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _close_all_but(requests.fileno())
-        for module in MODULES:
-            import_module(module)
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2)
-            if not message:
-                break
-            between = os.fork()
-            if between == 0:
-                me = os.getpid()
-                if os.fork() == 0:
-                    _begin(requests, me, json.loads(message), *descriptors)
-                os._exit(0)  # the child is the trainer's from here on
-            os.waitpid(between, 0)
-            for descriptor in descriptors:
-                os.close(descriptor)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(0)
-
-
-def _begin(
-    answers: socket.socket, between: int, request: dict[str, Any], stdin: int, output: int
-) -> None:
-    """The forked process's whole life; never returns."""
-    code = 1
-    try:
-        while os.getppid() == between:
-            time.sleep(0.0002)
-        answers.send(str(os.getpid()).encode())
-        os.dup2(stdin, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        _close_all_but(2)
-        sys.stdin = os.fdopen(0, closefd=False)
-        os.setsid()
-        os.chdir(request["cwd"])
-        os.environ.clear()
-        os.environ.update(request["env"])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = import_module(request["module"]).main(request["arguments"])
-        threading._shutdown()  # type: ignore[attr-defined]
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _close_all_but(kept: int) -> None:
-    os.closerange(3, kept)
-    os.closerange(max(3, kept + 1), os.sysconf("SC_OPEN_MAX"))

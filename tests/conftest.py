@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("cases")
-        if marker is not None:
+        if marker is not None and item.get_closest_marker("slow") is None:
             name = item.nodeid.partition("[")[0]
             seen[name] += 1
             if seen[name] > marker.args[0]:

@@ -82,6 +82,7 @@ def test_every_folder_with_python_files_is_type_checked_once() -> None:
     assert sorted(checked) == sorted(["lowdiff", *present])
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_packages_and_nothing_beside_them(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a build leaves traces in its folder
     source.mkdir()
@@ -165,6 +166,7 @@ def fields_of(node: ast.ClassDef) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_large_class_says_why() -> None:
     """Frozen dataclasses are tables of facts, and may have as many as there are."""
     wrong = []
@@ -259,6 +261,7 @@ def names_reached(node: ast.AST) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_tests_reach_into_few_private_names() -> None:
     """A file or attribute of the product that moves is not to break tests one by one.
 
@@ -308,6 +311,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = lowdiff.Chekpointer  # type: ignore[attr-defined]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

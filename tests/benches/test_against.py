@@ -30,6 +30,7 @@ def test_an_unknown_commit_is_named(tmp_path: Path) -> None:
         against.main(["nonsense", "bench_codec", "--out", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_slower_tree_is_told_from_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = {"this": iter([1.2, 1.3, 1.25, 1.2]), "other": iter([1.0, 1.1, 0.95, 1.05] * 4)}
 

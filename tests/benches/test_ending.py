@@ -25,6 +25,7 @@ def long_work() -> None:
         time.sleep(1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "LOWDIFF_STARTED_BY"}

@@ -11,6 +11,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "docs" / "results"
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
 def test_a_document_says_what_the_results_say(path: Path) -> None:
     document = path.read_text(encoding="utf-8")

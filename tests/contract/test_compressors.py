@@ -111,7 +111,7 @@ def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_siz
         assert_decodes(case, own, 64 + 61 * (index % 7))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_nothing_is_lost_what_did_not_come_out_is_owed(pool: Pool, world_size: int) -> None:
     """Averages so far and the mean of the residuals add up to the mean of all gradients."""

@@ -40,7 +40,7 @@ def test_sizes_are_by_name_below_a_folder(store: ObjectStore) -> None:
     assert set(store.sizes()) > {"run.json"}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 def test_a_large_file_goes_up_in_parts_and_comes_back_by_ranges(
     store: ObjectStore, tmp_path: Path
 ) -> None:

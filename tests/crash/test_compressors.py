@@ -71,6 +71,7 @@ REPRESENTATIVES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "name"),
     [

@@ -78,6 +78,7 @@ def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
     assert small.run(rank_of, 2) == [0, 1]
 
 
+@pytest.mark.slow
 def test_nobody_is_waited_for_who_waits_for_a_rank_that_raised(
     small: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

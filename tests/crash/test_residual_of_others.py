@@ -90,6 +90,7 @@ def lose_snapshots_after(folder: Path, kept: str) -> None:
             shutil.rmtree(snapshot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_rank_goes_on_with_its_own_where_the_snapshot_of_the_change_is_lost(
     pool: Pool, tmp_path: Path, first: int, then: int

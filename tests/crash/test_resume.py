@@ -144,6 +144,7 @@ def swap_on_one_rank(rank: int, world_size: int, folder: str, until: int, dies: 
     return resumed
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_put_back_costs_no_step(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(swap_on_one_rank, 2, str(tmp_path), 8, True) == [0, 0]
     assert pool.run(swap_on_one_rank, 2, str(tmp_path), 9, False) == [8, 8]

@@ -190,6 +190,7 @@ def names_read(folder: Path, reads: Reads) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["gpt_adamw", "coupled", pytest.param("two_optimizers", marks=pytest.mark.slow)],
@@ -222,6 +223,7 @@ def test_the_bytes_that_a_rank_reads_fall_with_the_number_of_ranks(
     assert read[3] < 0.45 * read[1]
 
 
+@pytest.mark.slow
 def test_q_and_residuals_are_read_by_their_rank_alone(pool: Pool, tmp_path: Path) -> None:
     compressor = FAMILY["powersgd"]
     pool.run(live, 2, "cnn_sgd", str(tmp_path / "made"), UNTIL, "closed", compressor)
@@ -251,6 +253,7 @@ def test_a_part_that_one_rank_finds_damaged_sends_all_to_the_same_older_snapshot
         assert read == {"10", "05"}
 
 
+@pytest.mark.slow
 def test_what_no_rank_needs_of_its_own_copy_may_be_damaged(pool: Pool, tmp_path: Path) -> None:
     pool.run(live, 2, "gpt_adamw", str(tmp_path / "made"), UNTIL, "closed")
     for rank in (0, 1):

@@ -73,6 +73,7 @@ def weights(state: dict[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in state.items() if not name.startswith("rng")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost",
     [

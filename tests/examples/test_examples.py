@@ -61,6 +61,7 @@ def losses_in(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)\n", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def told(folder: Path, kind: str) -> dict[int, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def test_the_sampler_has_the_trainers_bits_although_both_are_killed(
     tmp_path: Path, server: S3Server, place: str

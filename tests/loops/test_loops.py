@@ -13,6 +13,7 @@ from tests.loops.generate import generate
 SLOW = [seed for seed in range(20) if seed > 9 or seed == 8 or generate(seed).ranks > 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in range(20)],

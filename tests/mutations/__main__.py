@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from benches import ending
@@ -153,9 +154,9 @@ def mutations(file: Path, path: str) -> Iterator[tuple[Mutation, int, int]]:
     yield from visit(ast.parse(source), "")
 
 
-def draw(seed: int) -> list[Mutation]:
-    """Choose faults, the same ones of the same tree by the same seed."""
-    everything = [
+@cache
+def _everything() -> list[Mutation]:
+    return [
         mutation
         for folder in FOLDERS
         for file in sorted((ROOT / folder).rglob("*.py"))
@@ -163,11 +164,15 @@ def draw(seed: int) -> list[Mutation]:
         if not any(part.is_symlink() for part in (file, *file.parents) if ROOT in part.parents)
         for mutation, _, _ in mutations(file, str(file.relative_to(ROOT)))
     ]
+
+
+def draw(seed: int) -> list[Mutation]:
+    """Choose faults, the same ones of the same tree by the same seed."""
     choice = random.Random(seed)
     return [
         chosen
         for kind in KINDS
-        for chosen in choice.sample([m for m in everything if m.kind == kind], _PER_KIND)
+        for chosen in choice.sample([m for m in _everything() if m.kind == kind], _PER_KIND)
     ]
 
 

@@ -58,6 +58,7 @@ def test_a_fault_whose_text_is_gone_is_not_put_in(tree: Path) -> None:
     assert (tree / "made.py").read_text(encoding="utf-8") == SOURCE
 
 
+@pytest.mark.slow
 def test_a_seed_draws_two_of_each_kind_and_the_same_again() -> None:
     drawn = draw(1)
     assert drawn == draw(1) != draw(2)

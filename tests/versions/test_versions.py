@@ -52,6 +52,7 @@ def test_a_refusal_has_to_name_the_versions(folder: Path, monkeypatch: pytest.Mo
     assert outcome == {"4": "refused", "9": "refused", "10": "exact"}
 
 
+@pytest.mark.slow
 def test_arithmetic_is_the_same_twice() -> None:
     # Before PyTorch 2.15 SGD's fused kernel differs from itself in half widths.
     first, second = (

@@ -29,6 +29,7 @@ def resumed(found: Lives) -> int:
     return found.resumed[1]
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", [pytest.param("replica", marks=pytest.mark.slow), "cast"])
 def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
@@ -75,6 +76,7 @@ def test_what_a_lost_rank_alone_had_is_in_its_copy(tmp_path: Path) -> None:
     assert "LD803" not in found.output
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("nodes", "victim"),

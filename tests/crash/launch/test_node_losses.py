@@ -20,6 +20,7 @@ def _can_make_nodes() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("strategy", ["cast", pytest.param("replica", marks=pytest.mark.slow)])
 def test_no_replicated_step_is_lost_with_a_node(tmp_path: Path, strategy: str) -> None:

@@ -274,6 +274,7 @@ def test_what_looks_at_a_run_takes_a_sharded_one(tmp_path: Path, command: Comman
     assert lines(tmp_path / "branched", 0)[0] == ["resumed", 9]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("kind", ["uneven", "ddp", pytest.param("tp", marks=_SLOW)])
 def test_a_training_of_several_ranks_is_followed_and_published_whole(

@@ -77,6 +77,7 @@ def attach(
     return "resumed", resumed
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("broken", "error", "message"),
     [

@@ -37,6 +37,7 @@ def test_the_number_of_an_incarnation_whose_fence_is_lost_is_not_used_again(tmp_
     assert not (tmp_path / "run/incarnations/i000001").exists()
 
 
+@pytest.mark.slow
 def test_while_a_fence_in_the_middle_is_missing_nothing_is_removed(tmp_path: Path) -> None:
     settings = {"retention": lowdiff.Retention(snapshots=1)}
     first = Loop(tmp_path, settings=settings)

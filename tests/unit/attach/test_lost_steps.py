@@ -79,6 +79,7 @@ def decision_of(folder: Path) -> Decision | None:
     return read_fence(run.fence(max(run.incarnations()), 0)).lost_tail
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_made_again_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -118,6 +119,7 @@ def test_nothing_is_lost_where_every_step_comes_back(
     assert not {getattr(r, "code", "") for r in caplog.records} & {"LD315", "LD316"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -176,6 +178,7 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     json.dumps(inspect(run).document(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_who_goes_back_before_the_prediction_is_exact_again(tmp_path: Path) -> None:
     lose(tmp_path)
     predicted = predicting(tmp_path, held_out)
@@ -202,6 +205,7 @@ def constant(model: nn.Module) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("validate", "why"),
     [

@@ -90,6 +90,7 @@ def test_timeline_says_how_to_get_matplotlib_before_it_replays(
     assert result.error.endswith("needs matplotlib: pip install matplotlib")
 
 
+@pytest.mark.slow
 def test_a_picture_that_fails_in_the_end_costs_no_numbers(
     command: Command, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

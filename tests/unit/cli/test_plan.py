@@ -204,6 +204,7 @@ def test_strategies_stand_side_by_side(command: Command, tmp_path: Path) -> None
     assert published in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_what_the_table_assumes_can_be_given(command: Command) -> None:
     def document(*given: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(command(*PLAN, "--json", *given).out)
@@ -226,6 +227,7 @@ def test_what_the_table_assumes_can_be_given(command: Command) -> None:
 COPIES = ("--gpus", "32", "--nodes", "16", "--copies", "2")
 
 
+@pytest.mark.slow
 def test_copies_are_reported_on(command: Command, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     text = command(*PLAN, *COPIES, "--html", page).out
@@ -271,6 +273,7 @@ def test_without_copies_nothing_is_said_of_them(command: Command) -> None:
     assert "Copies on" not in command(*PLAN, "--gpus", "16", "--copies", "1").out
 
 
+@pytest.mark.slow
 def test_what_copies_add_is_an_option(command: Command) -> None:
     document = json.loads(command(*PLAN, *COPIES, "--copies-overhead", "0.05", "--json").out)
     assert document["side_by_side"]["assumptions"]["copies_overhead_share"] == 0.05
@@ -282,6 +285,7 @@ def test_what_copies_add_is_an_option(command: Command) -> None:
     assert "the default was measured on CPUs, see docs/tuning.md" in help_text
 
 
+@pytest.mark.slow
 def test_nodes_are_another_way_to_say_how_many_gpus_are_on_each(command: Command) -> None:
     def document(*given: str) -> str:
         return command(*PLAN, "--gpus", "32", "--json", *given).out
@@ -292,6 +296,7 @@ def test_nodes_are_another_way_to_say_how_many_gpus_are_on_each(command: Command
     assert "give --nodes or --gpus-per-node, not both" in both.error
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [

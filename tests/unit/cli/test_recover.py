@@ -20,6 +20,7 @@ __all__ = ["command", "copy", "trained"]  # fixtures
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("step", [0, 3, 10, None])
 def test_recover_writes_the_live_bits(
     command: Command, trained: Trained, tmp_path: Path, step: int | None

@@ -68,6 +68,7 @@ def test_the_same_as_json_and_as_a_page(command: Command, run: Path, tmp_path: P
     assert f"<b>{chosen:,}</b>" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_store_is_measured_and_reported_on(command: Command, tmp_path: Path) -> None:
     Loop(tmp_path, settings={"store": f"file://{tmp_path}/store", "batch_size": 2}).run(8)
     result = command("tune", tmp_path / "run", "--mtbf", "4h", "--json")
@@ -88,6 +89,7 @@ def test_a_larger_job_fails_more_often(command: Command, run: Path) -> None:
     assert any("applied to 4" in text for text in found[1]["warnings"])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_compressor_has_nothing_to_tune(command: Command, tmp_path: Path) -> None:
     Loop(tmp_path, settings={"compressor": None}).run(4)
     result = command("tune", tmp_path / "run", "--mtbf", "4h")
@@ -272,6 +274,7 @@ def test_measurements_from_another_machine_are_noticed(command: Command, run: Pa
     assert "measured on elsewhere (96 cores), not on this machine" in result.out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_written_is_read_and_left_alone(
     command: Command, tmp_path: Path
 ) -> None:
@@ -304,7 +307,7 @@ def test_a_store_is_no_run_folder(command: Command) -> None:
     assert result.error.startswith("lowdiff: s3://bucket/runs/gpt is an object store; collecting")
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("limit", ["1MB", "1000000", "1e6", "0.001 GB"])
 def test_limits_of_bytes_are_sizes_or_numbers_in_all_commands(
     command: Command, run: Path, limit: str

@@ -160,6 +160,7 @@ def test_without_memory_for_a_last_snapshot_staging_stays_and_helps(
     again.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_no_image_takes_the_memory_of_one_that_is_not_durable(
     disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,7 +57,7 @@ def broken_once(error: BaseException, real: Callable[..., Any]) -> Callable[...,
     return call
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["while it is sealed", "while it is staged"])
 def test_the_step_is_a_snapshot_that_holds_all_of_it(

@@ -76,6 +76,7 @@ def test_a_writer_that_keeps_dying_is_said_where_training_waits(
     assert lowdiff.recover(tmp_path / "run").step == 5
 
 
+@pytest.mark.slow
 def test_a_replica_that_keeps_dying_is_trouble_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_replica_that_keeps_dying_is_trouble_as_well(
     loop.checkpointer.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("has_begun", [True, False], ids=["again", "at first"])
 def test_a_replica_that_cannot_be_started_is_tried_later(
     tmp_path: Path,

@@ -164,6 +164,7 @@ def expected(
     return {step: recovered(whole, step) for step in ((2, 3) if compressor else (2,))}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "breaks",
     [
@@ -186,6 +187,7 @@ def test_nothing_of_its_step_is_missing(
         assert same(ours.items, theirs.items)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("breaks", WAYS[:3], ids=NAMES[:3])
 def test_a_step_whose_objects_could_not_be_read_is_replayed_all_the_same(
     tmp_path: Path, breaks: Breaks

@@ -46,7 +46,7 @@ def with_stopped_writer(folder: Path, **settings: Any) -> tuple[Loop, StagingFol
     return loop, testing.parts_of(loop.checkpointer).staging.folder
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [Path.unlink, flip])
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 @pytest.mark.parametrize("strategy", _STRATEGIES)

@@ -106,6 +106,7 @@ def beside(run: Callable[[threading.Event], object]) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["trainer_lock", "replica_lock"])
 def test_whoever_only_looks_at_the_memory_is_waited_for(dead: Life, name: str) -> None:
     lock = FileLock(getattr(stage_of(dead.folder), name))
@@ -119,6 +120,7 @@ def test_whoever_only_looks_at_the_memory_is_waited_for(dead: Life, name: str) -
         dead.assert_recovered()
 
 
+@pytest.mark.slow
 def test_looks_of_gc_hide_no_step(dead: Life) -> None:
     def look(end: threading.Event) -> None:
         while not end.is_set():

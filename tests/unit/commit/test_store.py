@@ -202,6 +202,7 @@ def test_training_goes_on_while_the_store_is_away(
     assert report.recoverable == ((0, 13),)
 
 
+@pytest.mark.slow
 def test_with_raise_a_store_that_is_away_ends_training(
     tmp_path: Path, url: str, server: S3Server
 ) -> None:
@@ -243,6 +244,7 @@ def test_a_slow_store_does_not_hold_up_local_durability(
     assert verify(url, tmp_path / "no-staging").ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim",
     [

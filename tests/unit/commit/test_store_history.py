@@ -53,6 +53,7 @@ def test_a_store_without_a_whole_snapshot_is_no_new_run(
     assert sorted(ObjectStore(url).sizes()) == held
 
 
+@pytest.mark.slow
 def test_a_life_that_went_back_uploads_what_the_store_no_longer_had(
     tmp_path: Path, url: str
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_new_node_keeps_the_snapshots_of_the_last_hours(tmp_path: Path, url: s
     assert snapshots(url) >= {2, 4, 6, 8}
 
 
+@pytest.mark.slow
 def test_what_a_killed_fetch_left_is_removed(tmp_path: Path, url: str) -> None:
     lost(tmp_path / "node", url, 4)
     segments = tmp_path / "other/run/segments/rank-0000"

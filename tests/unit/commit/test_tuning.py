@@ -135,6 +135,7 @@ def test_damaged_measurements_are_passed_over(
     assert len(lives(tmp_path)) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("every", [2, 6])
 def test_each_snapshot_is_one_sample(tmp_path: Path, every: int) -> None:
     loop = Loop(tmp_path, settings={"snapshot_every": every})
@@ -384,6 +385,7 @@ def test_as_many_snapshots_count_as_the_retention_keeps(tmp_path: Path, kept: in
     assert stored_bytes(LAPTOP, Limits(kept_snapshots=kept), chosen) <= total
 
 
+@pytest.mark.slow
 def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> None:
     costs = replace(
         LAPTOP, write_bytes_per_second=30e6, write_latency_seconds=1.0, snapshot_seconds=2.0

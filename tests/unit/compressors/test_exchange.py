@@ -205,6 +205,7 @@ def same(left: Sequence[Patterns], right: Sequence[Patterns]) -> bool:
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.world_size} ranks, seed {c.seed}")
 
 
+@pytest.mark.cases(12)
 @cases
 def test_the_average_and_the_residuals_are_those_of_a_plain_computation(
     reports: dict[int, list[Any]], case: Case
@@ -244,6 +245,7 @@ def test_the_bits_do_not_depend_on_what_shares_a_bucket(
                 assert same([p[2] for p in first["payload"]], [p[2] for p in other["payload"]])
 
 
+@pytest.mark.cases(42)
 @cases
 @pytest.mark.parametrize("block_elements", [64, 1000])
 def test_the_payloads_of_all_ranks_decode_to_the_gradient_consumed(

@@ -108,7 +108,7 @@ def assert_as_made_by_peers(reports: Sequence[Sequence[Sequence[Bits]]]) -> None
                     assert mine == theirs, (step, maker, owner, mine[0])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("name", sorted(EVERY))
 def test_a_rank_makes_what_its_peers_store(pool: Pool, name: str, passes: int) -> None:

@@ -126,6 +126,7 @@ def life(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(
     ("make", "num_workers"),
@@ -452,6 +453,7 @@ def test_an_evaluation_may_last_over_steps(tmp_path: Path) -> None:
     loop.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_a_training_with_batches_that_do_not_count_is_refused(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loader = loop.checkpointer.dataloader(Noisy(), batch_size=4)

@@ -218,6 +218,7 @@ QUICK |= {("distributed", 0, False), ("replacement", 2, False), ("python's", 0, 
 QUICK |= {("stateful", 2, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_workers", "is_persistent"),
     [

@@ -360,6 +360,7 @@ def leave_when_preempted(rank: int, world_size: int, folder: str) -> tuple[int, 
     return checkpointer.stats()["committed_step"], checkpointer.preempted
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_the_loop_at_the_same_step(tmp_path: Path, pool: Pool) -> None:
     results = pool.run(leave_when_preempted, 3, str(tmp_path))
     assert len(set(results)) == 1

@@ -71,6 +71,7 @@ def compiler() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("whole", [False, True], ids=["the step", "a function around it"])
 def test_a_compiled_step_is_refused_and_one_beside_a_compiled_model_is_not(

@@ -115,6 +115,7 @@ def on_a_rank(rank: int, world_size: int, folder: str, compressor: Compressor | 
     return same(found, made[step])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "compressor",
     [TopK(0.1, dense_below=64), pytest.param(PowerSGD(2, 64), marks=pytest.mark.slow), None],

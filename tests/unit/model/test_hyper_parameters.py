@@ -67,6 +67,7 @@ def sink_below_zero(group: dict[str, Any], number: int) -> None:
     group["lr"] = 1e-3 * (2 - number)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("make", "schedule", "compressor"),
     [

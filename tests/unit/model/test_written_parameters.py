@@ -136,6 +136,7 @@ def noisy(rank: int, _: int, folder: str, compressor: Compressor) -> dict[int, A
     return live
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "compressor",

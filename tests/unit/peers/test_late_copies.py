@@ -69,5 +69,6 @@ def late(rank: int, world_size: int, folder: str) -> int:
     return replicated
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_copies_are_made_again(pool: Pool, tmp_path: Path) -> None:
     assert min(pool.run(late, 2, str(tmp_path))) > _LATE_STEP + 1

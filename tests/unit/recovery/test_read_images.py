@@ -243,6 +243,7 @@ def test_two_tensors_in_one_place_are_damage(tmp_path: Path) -> None:
         read(tmp_path / "image")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "item", [pytest.param("frozen/embedding", marks=pytest.mark.slow), "tensor/average"]
 )

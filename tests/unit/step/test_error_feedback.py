@@ -201,6 +201,7 @@ JOBS: dict[str, Callable[..., Weights]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("compressor", "world_size"),
     [

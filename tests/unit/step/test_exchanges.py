@@ -100,6 +100,7 @@ def without_gradients(rank: int, world_size: int, folder: str, to_none: bool) ->
     return told
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_step_without_gradients_needs_no_exchange_and_is_committed_as_any_other(
     pool: Pool, tmp_path: Path, to_none: bool

@@ -38,6 +38,7 @@ def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fused", [True, None], ids=["fused, then not", "not fused, then"])
 @pytest.mark.parametrize(
     "kind",

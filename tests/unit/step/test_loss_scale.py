@@ -134,6 +134,7 @@ def test_a_loss_scale_changes_no_bit(pool: Pool, tmp_path: Path, way: str) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in COMPRESSORS],
@@ -144,6 +145,7 @@ def test_nor_with_any_compressor_on_two_ranks(pool: Pool, tmp_path: Path, name: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "second",
@@ -207,6 +209,7 @@ def trained_unscaled(rank: int, _: int, folder: str, compressor: Compressor | No
     return first
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["log", "replica"])
 def test_a_scaler_that_is_not_enabled_has_no_scale(
     pool: Pool, tmp_path: Path, compressor: Compressor | None

@@ -98,6 +98,7 @@ def trained(
     return report
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
 def test_a_rank_makes_what_its_peers_record(

@@ -40,6 +40,7 @@ def trained(loop: Loop, until: int) -> dict[int, dict[str, torch.Tensor]]:
     return after
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", [TopK(0.1, dense_below=64), PowerSGD(2, dense_below=64)])
 def test_a_killed_run_has_its_state_exactly_and_the_residual_of_its_snapshot(
     tmp_path: Path, compressor: Compressor, caplog: pytest.LogCaptureFixture
@@ -75,6 +76,7 @@ def test_before_the_first_snapshot_nothing_is_owed_and_that_is_said(
     resumed.checkpointer.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "then"), [("snapshot", "exact"), ("exact", "snapshot")])
 def test_a_closed_run_goes_on_bit_for_bit_whichever_is_chosen_next(
     tmp_path: Path, first: str, then: str, caplog: pytest.LogCaptureFixture

@@ -70,6 +70,7 @@ def after_close(
     return first, resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=NAMES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_backward_pass_outside_attach_is_a_usage_error_and_ddp_still_works(
@@ -98,6 +99,7 @@ def apart(
     return seen, time.monotonic() - began
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=NAMES)
 def test_a_rank_at_another_step_is_a_usage_error_and_close_ends(
     pool: Pool, tmp_path: Path, compressor: Compressor | None
@@ -135,6 +137,7 @@ def failing(
     return seen
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("compressor", COMPRESSORS[:2], ids=NAMES[:2])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("kind", "name"), [("lowdiff", "UsageError"), ("python", "KeyError")])

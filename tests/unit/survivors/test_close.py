@@ -53,7 +53,7 @@ WRITES: list[Callable[[Loop], None]] = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_written_since_the_last_commit_is_no_part_of_a_step(

@@ -149,6 +149,7 @@ def test_a_rank_that_only_computes_does_not_hang(
     loop.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("job", JOBS)
 def test_the_choice_is_the_best_of_a_grid_of_what_is_allowed(job: str, limit: str) -> None:

@@ -259,6 +259,7 @@ def plan_with(disk_bytes_per_second: float, given: tuple[str, ...] = ()) -> Ques
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

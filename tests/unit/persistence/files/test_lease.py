@@ -161,6 +161,7 @@ def test_what_cannot_be_read_can_be_given_back(tmp_path: Path) -> None:
     held.release()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("expired", [False, True])
 def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path, *, expired: bool) -> None:
     dead = lease(tmp_path, "dead")

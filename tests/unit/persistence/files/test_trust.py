@@ -67,6 +67,7 @@ def test_a_root_that_somebody_else_made_first_is_refused_by_attach(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", MADE)
 def test_readers_go_on_with_the_disk_and_say_so(
     shared: Path, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
@@ -147,6 +148,7 @@ def test_the_default_root_is_closed_to_others(
         make_folder(root, RUN, "i000002-r0000")
 
 
+@pytest.mark.slow
 def test_gc_of_a_folder_of_somebody_else_is_an_error(shared: Path) -> None:
     root = shared / "lowdiff-0"
     as_stranger('mkdir "$1"', root)

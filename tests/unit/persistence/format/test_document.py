@@ -62,6 +62,7 @@ def test_every_truncation_is_damage_that_names_the_file(path: Path) -> None:
             read_json(path)
 
 
+@pytest.mark.slow
 def test_every_flip_is_damage_or_changes_nothing_and_is_never_a_later_format(path: Path) -> None:
     write_json(path, CONTENT)
     data = path.read_bytes()

@@ -183,6 +183,7 @@ def test_a_footer_that_is_cut_costs_no_step_and_is_no_failure(
     assert path.read_bytes() == whole
 
 
+@pytest.mark.cases(17)
 @pytest.mark.parametrize("place", range(0, FOOTER_BYTES, 3))
 def test_a_flipped_byte_in_a_footer_is_said_and_costs_no_step(
     folder: RunFolder, path: Path, place: int

@@ -231,6 +231,7 @@ def test_a_reader_written_from_the_page_reads_the_worked_example() -> None:
     assert {int(i): float(floats[i]) for i in np.flatnonzero(floats)} == {1: 0.5, 258: -2.0}
 
 
+@pytest.mark.slow
 def test_it_reads_what_lowdiff_writes_of_longer_arrays_and_several_steps(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     written = []

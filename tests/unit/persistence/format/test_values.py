@@ -221,6 +221,7 @@ def test_scalars_of_every_dtype_come_back(name: str) -> None:
     assert decoded.tobytes() == scalar.tobytes()
 
 
+@pytest.mark.cases(201)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4)], ids=str)
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
 def test_tensors_of_every_dtype_and_shape_come_back(

@@ -72,6 +72,7 @@ def test_a_life_that_is_none_is_damage(tmp_path: Path, life: object) -> None:
         read_fence(folder.fence(0, 0))
 
 
+@pytest.mark.slow
 def test_a_fetch_does_not_mix_two_lives(tmp_path: Path) -> None:
     store = uploaded(tmp_path / "b", B, range(11, 21))
     here = living(tmp_path / "a", A, range(11, 16))

@@ -383,7 +383,7 @@ def test_a_writer_killed_while_it_finishes_is_replaced(tmp_path: Path) -> None:
     assert stored(settings.folder) == [1]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 9])
 def test_a_writer_without_trainer_and_run_folder_ends_and_leaves_what_is_staged(
     tmp_path: Path, num_steps: int
