@@ -113,14 +113,19 @@ def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_
     ward = ReplicaWard(
         area,
         cast("Live", SimpleNamespace(rank=0)),
-        cast("StagingLog", None),
+        cast("StagingLog", SimpleNamespace()),
         cast("ReplicaProcess", Dead()),
     )
     base, is_over = Note(0, False, encode({"items": {}}), [], 0, {}), threading.Event()
     heads = iter([SimpleNamespace(is_image=False, generation=0)])
-    silent_after_base: Any = SimpleNamespace(
-        head=lambda: next(heads, None) or (is_over.wait(60) and None), note=lambda _: base.encoded()
-    )
+
+    def head() -> Any:
+        found = next(heads, None)
+        if found is None:
+            is_over.wait(60)
+        return found
+
+    silent_after_base: Any = SimpleNamespace(head=head, note=lambda _: base.encoded())
     telling = threading.Thread(target=ward.receive, args=(silent_after_base,))
     telling.start()
     monkeypatch.setattr(wards, "share_of_items", lambda *_: [])
@@ -131,10 +136,10 @@ def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_
     for step in range(1, 5):
         ward.hold(step, ())  # the rank tells nothing more, so no more is kept
     ward.stage_image(cast("Sealed", sealed))
-    assert looked_after
     is_over.set()
     telling.join()
     ward.close(removes=True)
+    assert looked_after
 
 
 def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
