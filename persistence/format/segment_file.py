@@ -254,7 +254,6 @@ def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
 
     Returns:
         Whether the segment was sealed now.
-        Whether it was sealed now.
     """
     try:
         file = SegmentFile(path)

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benches.bench_convergence import Cell, Ended, tuned
+
+pytestmark = pytest.mark.slow
 
 TOPK = Cell("text", "topk 1 %", seed=0, steps=1200, rate=1.0, warmup=0)
 

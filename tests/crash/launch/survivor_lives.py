@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from tests.crash.launch import survivor
 from tests.processes import Script
+
+#: Step at which a training ends.
+UNTIL = 10
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,16 @@ def reports(folder: Path, world_size: int) -> Lives:
     ]
     output = "".join((folder / f"output.{rank}").read_text() for rank in range(world_size))
     return Lives(lines, output)
+
+
+@cache
+def whole(world_size: int, *options: object) -> Lives:
+    """The training without a failure; made once for all tests of a process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=0)
+        assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()
+        return reports(folder, world_size)
 
 
 def ended(scripts: list[Script], *, stopped: int | None = None) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launch.survivor_lives import Lives
-from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
+from tests.crash.launch.survivor_lives import Lives, whole
+from tests.crash.launch.test_survivors import AT, broken, check, dies
 
 #: Ranks 0 and 1 on two nodes; each node has a disk of its own.
 WORDS = ("--nodes", "01", "--own-disks", "--copies", 2)
@@ -36,7 +36,7 @@ def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
     tmp_path: Path, strategy: str
 ) -> None:
     found = lost(tmp_path / "lost", strategy)
-    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--seeds")
+    expected = whole(2, "--strategy", strategy, "--seeds")
     check(found, expected, resumed=resumed(found))
     assert "LD803" not in found.output
 
@@ -48,7 +48,7 @@ def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
 def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> None:
     found = lost(tmp_path / "lost", strategy, "--snapshot-every", every, victim=0)
     step = resumed(found)
-    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--seeds")
+    expected = whole(2, "--strategy", strategy, "--seeds")
     if strategy != "topk":
         check(found, expected, resumed=step)
     for rank in (0, 1):
@@ -60,7 +60,7 @@ def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> No
 @pytest.mark.slow
 def test_survivors_go_back_to_the_last_snapshot_where_none_is_left(tmp_path: Path) -> None:
     found = lost(tmp_path / "lost", "survivors", "--snapshot-every", 4)
-    expected = whole(tmp_path / "whole", 2, "--strategy", "survivors", "--seeds")
+    expected = whole(2, "--strategy", "survivors", "--seeds")
     check(found, expected, resumed=4)
 
 
@@ -72,7 +72,7 @@ def test_what_a_lost_rank_alone_had_is_in_its_copy(tmp_path: Path) -> None:
     words = [*WORDS, "--seeds", "--object"]
     faults = {0: [*dies("backward"), "--node-dies"]}
     found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(folder / "node0"))
-    check(found, whole(tmp_path / "whole", 2, "--seeds", "--object"), resumed=AT)
+    check(found, whole(2, "--seeds", "--object"), resumed=AT)
     assert "LD803" not in found.output
 
 
@@ -104,7 +104,7 @@ def test_with_its_residual_replicated_a_lost_rank_goes_on_bit_for_bit(
         "replicated",
         between=lambda: shutil.rmtree(gone),
     )
-    expected = whole(tmp_path / "whole", size, "--strategy", "topk", "--seeds")
+    expected = whole(size, "--strategy", "topk", "--seeds")
     check(found, expected, resumed=resumed(found))
     for rank in range(size):
         assert found.owed(rank) == expected.owed(rank)

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launch.survivor_lives import Lives, ended, life, lost, reports
+from tests.crash.launch.survivor_lives import UNTIL, Lives, ended, life, lost, reports, whole
 
-UNTIL, AT = 10, 6
-
-
-def whole(folder: Path, world_size: int, *options: object) -> Lives:
-    scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=0)
-    assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()
-    return reports(folder, world_size)
+AT = 6
 
 
 def broken(
@@ -57,7 +51,7 @@ def check(found: Lives, whole: Lives, *, resumed: int, same_generators: bool = T
 def test_a_killed_rank_costs_the_open_body(
     tmp_path: Path, phase: str, world_size: int, victim: int, resumed: int
 ) -> None:
-    expected = whole(tmp_path / "whole", world_size, "--seeds")
+    expected = whole(world_size, "--seeds")
     found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
     check(found, expected, resumed=resumed)
 
@@ -66,7 +60,7 @@ def test_a_killed_rank_costs_the_open_body(
 @pytest.mark.launch
 def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_path: Path) -> None:
     """A survivor saves seconds after the death; all memory is lost once the writers have ended."""
-    expected = whole(tmp_path / "whole", 2, "--seeds")
+    expected = whole(2, "--seeds")
     folder = tmp_path / "killed"
     faults: dict[int, list[object]] = {
         1: dies("backward"),
@@ -86,7 +80,7 @@ def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_
 def test_wherever_a_rank_fails_it_costs_the_open_body(
     tmp_path: Path, phase: str, world_size: int, victim: int
 ) -> None:
-    expected = whole(tmp_path / "whole", world_size, "--seeds")
+    expected = whole(world_size, "--seeds")
     found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
     check(found, expected, resumed=AT + (phase in ("optimizer", "stepped")))
 
@@ -96,7 +90,7 @@ def test_wherever_a_rank_fails_it_costs_the_open_body(
 def test_generators_of_a_rank_that_died_before_its_optimizer_are_seeded_anew(
     tmp_path: Path,
 ) -> None:
-    expected = whole(tmp_path / "whole", 2, "--seeds")
+    expected = whole(2, "--seeds")
     found = broken(tmp_path / "killed", 2, {1: dies("between")}, "--seeds")
     assert found.resumed == [0, AT + 1]
     assert found.states(0)[AT + 1] == expected.states(0)[AT + 1]
@@ -112,7 +106,7 @@ def test_buffers_that_rank_0_alone_had_send_all_ranks_back_to_the_last_snapshot(
     tmp_path: Path,
 ) -> None:
     every = ("--snapshot-every", 4)
-    expected = whole(tmp_path / "whole", 2, *every)
+    expected = whole(2, *every)
     found = broken(tmp_path / "killed", 2, {0: dies("between")}, *every)
     check(found, expected, resumed=4)
     assert "LD802" in found.output
@@ -125,7 +119,7 @@ def test_buffers_that_rank_0_alone_had_send_all_ranks_back_to_the_last_snapshot(
 def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
     tmp_path: Path, second: int
 ) -> None:
-    expected = whole(tmp_path / "whole", 3, "--seeds")
+    expected = whole(3, "--seeds")
     faults: dict[int, list[object]] = {1: dies("backward"), second: ["--phase", "save"]}
     check(broken(tmp_path / "killed", 3, faults, "--seeds"), expected, resumed=AT)
 
@@ -134,7 +128,7 @@ def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
 @pytest.mark.slow
 def test_where_all_die_in_their_save_the_older_state_is_whole(tmp_path: Path) -> None:
     every = ("--snapshot-every", 4)
-    expected = whole(tmp_path / "whole", 3, *every)
+    expected = whole(3, *every)
     dying: list[object] = ["--phase", "save"]
     faults = {1: dies("backward"), 0: dying, 2: dying}
     check(broken(tmp_path / "killed", 3, faults, *every), expected, resumed=4)
@@ -144,7 +138,7 @@ def test_where_all_die_in_their_save_the_older_state_is_whole(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
     options = ("--hang-seconds", 3)
-    expected = whole(tmp_path / "whole", 3)
+    expected = whole(3)
     found = broken(tmp_path / "stopped", 3, {1: dies("stop")}, *options)
     # It had taken part in the exchange, so the others made the step.
     check(found, expected, resumed=AT + 1)
@@ -154,7 +148,7 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.slow
 def test_sigterm_to_ranks_that_are_stuck_saves_the_state_and_ends_them(tmp_path: Path) -> None:
-    expected = whole(tmp_path / "whole", 3)
+    expected = whole(3)
     folder = tmp_path / "stopped"
     scripts = life(folder, 3, UNTIL, {1: dies("stop")}, number=0)
     deadline = time.monotonic() + 60.0

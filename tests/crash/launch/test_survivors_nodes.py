@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lowdiff.persistence.files.paths import StagingFolder
-from tests.crash.launch.survivor_lives import Lives, lost
-from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
+from tests.crash.launch.survivor_lives import Lives, lost, whole
+from tests.crash.launch.test_survivors import AT, broken, check, dies
 from tests.unit.loops import wait_until
 
 
@@ -32,7 +32,7 @@ def test_beside_a_replica_or_a_log_survivors_save_what_a_lost_node_had(
     tmp_path: Path, strategy: str
 ) -> None:
     found = check_saved_beside(tmp_path / "lost", strategy)
-    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    expected = whole(2, "--strategy", strategy, "--norm", "layer")
     check(found, expected, resumed=AT)
 
 
@@ -45,7 +45,7 @@ def test_a_node_is_lost_before_it_has_told_of_the_step_that_the_others_made(
     tmp_path: Path, strategy: str, phase: str
 ) -> None:
     found = check_saved_beside(tmp_path / "lost", strategy, phase=phase)
-    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    expected = whole(2, "--strategy", strategy, "--norm", "layer")
     check(found, expected, resumed=AT + 1)
 
 
@@ -55,7 +55,7 @@ def test_a_node_is_lost_before_it_has_told_of_the_step_that_the_others_made(
 @pytest.mark.parametrize("strategy", ["survivors", "replica", "cast"])
 def test_a_disk_may_be_lost_with_its_node(tmp_path: Path, strategy: str, victim: int) -> None:
     found = check_saved_beside(tmp_path / "lost", strategy, "--own-disks", victim=victim)
-    expected = whole(tmp_path / "whole", 2, "--strategy", strategy, "--norm", "layer")
+    expected = whole(2, "--strategy", strategy, "--norm", "layer")
     check(found, expected, resumed=AT)
 
 
@@ -125,7 +125,7 @@ def test_a_process_dies_on_a_node_that_stays(
     tmp_path: Path, phase: str, nodes: str, victim: int
 ) -> None:
     words = ["--seeds", "--nodes", nodes]
-    expected = whole(tmp_path / "whole", len(nodes), *words)
+    expected = whole(len(nodes), *words)
     found = broken(tmp_path / "killed", len(nodes), {victim: dies(phase)}, *words)
     check(found, expected, resumed=AT)
 
@@ -167,7 +167,7 @@ def test_nodes_that_are_a_step_apart_go_on_from_the_newest_step_that_all_have(
     found = broken(tmp_path / "apart", 2, {failing: dies("error")}, *words)
     assert found.resumed == [0, resumed], found.output
     if resumed == AT:  # the buffers of rank 0 are not known at the later one
-        expected = whole(tmp_path / "whole", 2, *words)
+        expected = whole(2, *words)
         check(found, expected, resumed=AT)
     else:
         check_goes_on(found, resumed, rank=1 - failing)

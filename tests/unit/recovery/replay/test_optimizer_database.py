@@ -37,6 +37,8 @@ from lowdiff.types import (
 )
 from tests.unit.recovery.training import train
 
+pytestmark = pytest.mark.slow
+
 optim_db = pytest.importorskip("torch.testing._internal.common_optimizers").optim_db
 
 SHAPES = [(7, 29), (64, 5), (1, 1)]
@@ -158,7 +160,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(("info", "how"), list(configurations()))
 def test_every_optimizer_and_configuration_of_torchs_database_replays(info: Any, how: str) -> None:
     choice = {} if how == "single" else {how: True}
