@@ -62,6 +62,11 @@ class Campaign:
     points: int = 100
 
     @property
+    def name(self) -> tuple[str, str]:
+        """Which row is this campaign's."""
+        return self.strategy, self.killed
+
+    @property
     def killed(self) -> str:
         """Who dies, in words."""
         if self.rank is not None:
@@ -85,15 +90,16 @@ CAMPAIGNS = (
     Campaign("log", modes="before,torn"),
     Campaign("log", "writer"),
     Campaign("log", "writer", trainer_dies=False),
-    Campaign("replica", modes="before,torn"),
-    Campaign("replica", "writer"),
+    # From here on, much of what is killed is the same code again.
+    Campaign("replica", modes="before,torn", points=40),
+    Campaign("replica", "writer", points=24),
     Campaign("replica", "replica"),
     Campaign("replica", "replica", trainer_dies=False),
     # Where all processes die at once there is only the last snapshot.
-    Campaign("survivors", modes="before,torn", may_lose=SNAPSHOT_EVERY),
-    Campaign("survivors", "writer", may_lose=SNAPSHOT_EVERY),
-    Campaign("survivors", rank=0, points=24),
-    Campaign("survivors", rank=1, points=24),
+    Campaign("survivors", modes="before,torn", may_lose=SNAPSHOT_EVERY, points=40),
+    Campaign("survivors", "writer", may_lose=SNAPSHOT_EVERY, points=24),
+    Campaign("survivors", rank=0, points=16),
+    Campaign("survivors", rank=1, points=16),
 )
 
 
@@ -105,9 +111,11 @@ class Judged:
         strategy: See `Campaign`.
         killed: Who died, in words.
         may_lose: See `Campaign`.
+        operations: How many file operations the victim makes in a training that nobody kills.
         kills: How many trainings were killed and resumed.
         verdicts: Verdict -> how many of them.
         most_lost: Most steps that one of them had to make again.
+        attach_failed: In how many ``attach`` raised an error, because the process that it had started was killed.
         boundaries: File operation that was killed -> how often.
         failed: What must not happen, a line each.
         seconds: How long it took.
@@ -116,9 +124,11 @@ class Judged:
     strategy: str
     killed: str
     may_lose: int
+    operations: int = 0
     kills: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     most_lost: int = 0
+    attach_failed: int = 0
     boundaries: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -133,6 +143,8 @@ def judge(campaign: Campaign, folder: Path, tool_status: int) -> Judged:
         tool_status: Its exit status, which has to agree.
     """
     judged = Judged(campaign.strategy, campaign.killed, campaign.may_lose)
+    events = folder / "reference" / f"events.log.rank{campaign.rank or 0}"
+    judged.operations = len(events.read_text().splitlines()) if events.exists() else 0
     paths = sorted(folder.glob("pt_[0-9]*"))
     for path in paths:
         result = folder / path.name / "result.json"
@@ -148,6 +160,10 @@ def judge(campaign: Campaign, folder: Path, tool_status: int) -> Judged:
         resumed = record["outcome"]["resumed_from_step"]
         lost = ended - resumed if verdict == LOST else 0
         judged.most_lost = max(judged.most_lost, lost)
+        if not campaign.trainer_dies and record["rc"] != 0:
+            judged.attach_failed += 1
+            if _first_life(path, 0)[1:]:
+                judged.failed.append(f"{path.name}: the training ended with its {campaign.killed}")
         if verdict in _TOOL_FAILS or lost > campaign.may_lose:
             judged.failed.append(
                 f"{path.name}: {verdict} at {where}; step {ended} had ended, resumed from {resumed}: "
@@ -167,7 +183,8 @@ def judge(campaign: Campaign, folder: Path, tool_status: int) -> Judged:
 
 def _verdict(campaign: Campaign, path: Path, record: Mapping[str, Any]) -> tuple[str, int]:
     """Return the verdict of a kill, and the newest step that had ended on all ranks before it."""
-    ended = min(_ended(Path(f"{path}/out.rank-{rank}")) for rank in range(_ranks(campaign)))
+    num_ranks = 1 if campaign.rank is None else 2
+    ended = min(_ended(_first_life(path, rank)) for rank in range(num_ranks))
     if not record or not _was_killed(campaign, path, record):
         return NOT_KILLED, ended
     outcome = record["outcome"]
@@ -176,10 +193,6 @@ def _verdict(campaign: Campaign, path: Path, record: Mapping[str, Any]) -> tuple
     if outcome["weights_diff"] != 0 or outcome["resumed_from_step"] is None:
         return OTHER_WEIGHTS, ended
     return (LOST if outcome["resumed_from_step"] < ended else CLEAN), ended
-
-
-def _ranks(campaign: Campaign) -> int:
-    return 1 if campaign.rank is None else 2
 
 
 def _was_killed(campaign: Campaign, path: Path, record: Mapping[str, Any]) -> bool:
@@ -204,11 +217,16 @@ def killed_at(path: Path, campaign: Campaign, record: Mapping[str, Any]) -> list
     return []
 
 
-def _ended(journal: Path) -> int:
-    """Return the newest step that ended in the first process of a rank; 0 if none did."""
+def _first_life(path: Path, rank: int) -> list[str]:
+    """Return what the first process of a rank noted; nothing if it did not come so far."""
+    journal = Path(f"{path}/out.rank-{rank}")
     lines = journal.read_text().splitlines() if journal.exists() else []
-    first = lines[: lines.index("begin", 1)] if "begin" in lines[1:] else lines
-    return max((int(line.split()[1]) for line in first if line != "begin"), default=0)
+    return lines[: lines.index("begin", 1)] if "begin" in lines[1:] else lines
+
+
+def _ended(life: Sequence[str]) -> int:
+    """Return the newest step that ended in a life; 0 if none did."""
+    return max((int(line.split()[1]) for line in life[1:]), default=0)
 
 
 def fetch_tool(folder: Path) -> None:
@@ -240,20 +258,30 @@ def run(campaign: Campaign, tool: Path, folder: Path, points: int) -> int:
     ).returncode
 
 
-def report(judged: Sequence[Judged], points: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+def report(judged: Sequence[Judged], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document."""
     return {
         "tool": TOOL,
         "failed": sum(len(row.failed) for row in judged),
         "kills": sum(row.kills for row in judged),
         "seconds": round(sum(row.seconds for row in judged)),
-        "settings": {"steps": STEPS, "snapshot_every": SNAPSHOT_EVERY, "points": points},
+        "settings": {"steps": STEPS, "snapshot_every": SNAPSHOT_EVERY},
         "machine": {**facts, "load_average_after": os.getloadavg()},
         "versions": versions(),
         "campaigns": [
             {**vars(row), "boundaries": dict(sorted(row.boundaries.items()))} for row in judged
         ],
     }
+
+
+def read(document: Mapping[str, Any]) -> dict[tuple[str, str], Judged]:
+    """Return the rows of a document by the names of their campaigns."""
+    counted = ("verdicts", "boundaries")
+    rows = [
+        Judged(**row | {name: Counter(row[name]) for name in counted})
+        for row in document["campaigns"]
+    ]
+    return {(row.strategy, row.killed): row for row in rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -264,26 +292,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--points", type=int, default=100, help="most kills of a campaign")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of campaigns, from 0")
+    parser.add_argument("--resume", action="store_true", help="keep campaigns that the file holds")
     parser.add_argument("--keep", type=Path, help="folder for all runs, which stay there")
     args = parser.parse_args(argv)
     chosen = CAMPAIGNS if args.only is None else [CAMPAIGNS[number] for number in args.only]
-    judged, facts = [], machine()
+    path, facts = args.out / "chaos.json", machine()
+    rows = read(json.loads(path.read_text())) if args.resume and path.exists() else {}
     with tempfile.TemporaryDirectory(prefix="lowdiff-chaos-") as temporary:
         tool, home = Path(temporary) / "tool", args.keep or Path(temporary) / "work"
         tool.mkdir()
         fetch_tool(tool)
-        for number, campaign in enumerate(chosen):
-            folder, began = home / f"{number:02d}", time.monotonic()
-            row = judge(
-                campaign, folder, run(campaign, tool, folder, min(args.points, campaign.points))
-            )
+        for campaign in chosen:
+            if campaign.name in rows:
+                continue
+            folder, began = home / "-".join(campaign.name).replace(" ", "-"), time.monotonic()
+            status = run(campaign, tool, folder, min(args.points, campaign.points))
+            row = rows[campaign.name] = judge(campaign, folder, status)
             row.seconds = round(time.monotonic() - began, 1)
-            judged.append(row)
             args.out.mkdir(parents=True, exist_ok=True)
-            document = report(judged, args.points, facts)
-            (args.out / "chaos.json").write_text(json.dumps(document, indent=1) + "\n")
+            known = [rows[other.name] for other in CAMPAIGNS if other.name in rows]
+            path.write_text(json.dumps(report(known, facts), indent=1) + "\n")
             print(campaign, dict(row.verdicts), *row.failed, sep="\n    ", flush=True)  # noqa: T201
-    return int(any(row.failed for row in judged))
+    return int(any(row.failed for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ def kill(
     (point / "result.json").write_text(json.dumps(record))
     (point / "events.log.rank0").write_text(log)
     (folder / "pt_001" / "out.rank-0").write_text("\n".join(journal))
+    (folder / "reference").mkdir(exist_ok=True)
+    (folder / "reference" / "events.log.rank0").write_text(log + log)
     (control / "result.json").write_text(json.dumps({"rc": 0, "outcome": {"weights_diff": 0.0}}))
 
 
@@ -87,6 +89,15 @@ def test_a_writer_was_killed_only_if_its_trainer_saw_it_end(tmp_path: Path) -> N
     assert judge(WRITER, tmp_path, 0).verdicts == {"clean": 1}
 
 
+def test_a_training_ends_with_its_writer_in_attach_alone(tmp_path: Path) -> None:
+    kill(tmp_path, rc=1, journal=("begin", "begin", "attached 0", "ended 12"), resumed_from_step=0)
+    (tmp_path / "pt_001" / "out.victim").write_text("137")
+    judged = judge(WRITER, tmp_path, 0)
+    assert (judged.verdicts, judged.attach_failed, judged.failed) == ({"clean": 1}, 1, [])
+    kill(tmp_path, rc=1)
+    assert judge(WRITER, tmp_path, 0).failed == ["pt_001: the training ended with its writer"]
+
+
 def test_a_campaign_without_kills_a_control_that_differs_and_a_tool_that_disagrees_are_failures(
     tmp_path: Path,
 ) -> None:
@@ -126,6 +137,8 @@ def test_the_exit_status_and_the_table_tell(
     assert main(["--out", str(tmp_path), "--only", "0"]) == status
     document = json.loads((tmp_path / "chaos.json").read_text())
     assert document["failed"] == status
+    monkeypatch.delattr(campaigns, "run")
+    assert main(["--out", str(tmp_path), "--only", "0", "--resume"]) == status
     text = chaos(document)
-    assert f"| log | trainer | 1 | {1 - status} | 0 | {status} | 0 |" in text
+    assert f"| log | trainer | 2 | 1 | {1 - status} | 0 | {status} | 0 |" in text
     assert f"1 kills, **{status} failed**" in text
