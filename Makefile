@@ -60,6 +60,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.peers --out $(RESULTS)
 	$(BIN)/python -m benches.bench_failures --out $(RESULTS)
 	$(BIN)/python -m tests.loops --count $(if $(SOAK_MINUTES),20,300)
+	$(BIN)/python -m tests.chaos --out $(RESULTS) $(if $(SOAK_MINUTES),--points 4)
 
 # dist/*.whl, proven in an empty environment of each of PYTHONS. Those of BARE_PYTHONS, for which torch
 # cannot be had, get all other requirements, and the command line alone is tried.

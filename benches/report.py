@@ -250,11 +250,49 @@ def soak(record: Record) -> str:
     )
 
 
+def chaos(record: Record) -> str:
+    """What ckpt-chaos killed, and what came back, by strategy and process."""
+    rows = [
+        [
+            row["strategy"],
+            row["killed"],
+            str(row["operations"]),
+            str(row["kills"]),
+            *(str(row["verdicts"].get(name, 0)) for name in ("clean", "cleanup", "other_weights")),
+            _lost_work(row),
+        ]
+        for row in record["campaigns"]
+    ]
+    head = [
+        "strategy",
+        "killed",
+        "its file operations",
+        "kills",
+        "clean",
+        "needs cleanup",
+        "other weights",
+    ]
+    machine, versions = record["machine"], record["versions"]
+    return (
+        tables.table([*head, "lost work"], rows)
+        + f"\n\n{record['kills']} kills, **{record['failed']} failed**, in {record['seconds'] / 60:.0f} minutes on "
+        f"{machine['cores']} cores of {machine['processor']}; {record['tool'].replace('==', ' ')}, torch "
+        f"{versions['torch']}, commit {versions['commit']} ([JSON](results/chaos.json))."
+    )
+
+
+def _lost_work(row: Record) -> str:
+    count = row["verdicts"].get("lost_work", 0)
+    steps = row["most_lost"]
+    return f"{count}, at most {steps} step{'s' * (steps != 1)}" if count else "0"
+
+
 #: Sections that show something else than one bench.
 _OTHERS: dict[str, Callable[[Mapping[str, Record]], str]] = {
     "overview": overview,
     "peers_systems": lambda _: peers.of_systems(),
     "soak": lambda records: soak(records["soak"]),
+    "chaos": lambda records: chaos(records["chaos"]),
 }
 
 
