@@ -51,3 +51,9 @@ def test_the_tests_are_such_a_command() -> None:
     before = os.environ["LOWDIFF_STARTED_BY"]
     ending.leave_nothing()
     assert os.environ["LOWDIFF_STARTED_BY"] == before
+
+
+def test_every_command_is_one() -> None:
+    commands = [*ROOT.glob("benches/bench_*.py"), *ROOT.glob("tests/**/__main__.py")]
+    commands += [ROOT / "tests/faults" / name for name in ("soak.py", "peers.py")]
+    assert not [f for f in commands if "ending.run(" not in f.read_text(encoding="utf-8")]

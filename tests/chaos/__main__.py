@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benches import ending
 from benches.harness import machine, versions
 from tests.chaos.seat import ARMED, KILLED
 from tests.chaos.training import SNAPSHOT_EVERY, STEPS
@@ -317,4 +318,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(lambda: sys.exit(main()))
