@@ -224,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("action", choices=("draw", "run"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="these of the drawn ones, from 0")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="folders or files; by default all tests"
+    )
     args = parser.parse_args(argv)
     if args.action == "draw":
         text = json.dumps([asdict(mutation) for mutation in draw(args.seed)], indent=1)
@@ -232,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn = [Mutation(**entry) for entry in json.loads(DRAWN.read_text(encoding="utf-8"))]
     caught: Counter[object] = Counter()
     for number in args.only or range(len(drawn)):
-        found = run(drawn[number], TIERS)
+        tiers = {tier: [*words, *args.tests] for tier, words in TIERS.items()}
+        found = run(drawn[number], tiers)
         caught[found["tier"]] += 1
         print(json.dumps(found), flush=True)  # noqa: T201
     print(", ".join(f"{tier or 'not noticed'}: {n}" for tier, n in caught.items()))  # noqa: T201
