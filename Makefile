@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # Left to other machines and commands.
-ELSEWHERE := not gpu and not framework
+ELSEWHERE := not gpu and not framework and not campaign
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
 # For which `make wheel` proves the wheel.
@@ -59,6 +59,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.soak --out $(RESULTS) $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
 	$(BIN)/python -m tests.faults.peers --out $(RESULTS)
 	$(BIN)/python -m benches.bench_failures --out $(RESULTS)
+	$(if $(SOAK_MINUTES),,$(BIN)/pytest -q -m campaign -n 2 --dist worksteal)
 	$(BIN)/python -m tests.loops --count $(if $(SOAK_MINUTES),20,300)
 	$(BIN)/python -m tests.chaos --out $(RESULTS) $(if $(SOAK_MINUTES),--points 4)
 

@@ -12,18 +12,23 @@ from tests.crash.lives import Kill, assert_identical, history
 from tests.crash.pool import Pool
 
 STEPS = 11
-#: The others run with the slow tests.
-FAST = {("8 bits", 1), ("topk of 2 bits", 2)}
+QUICK = {("8 bits", 1), ("topk of 2 bits", 2)}
+
+
+def marks(name: str, size: int) -> list[pytest.MarkDecorator]:
+    """Every compressor runs with the slow tests, and with each number of ranks in a campaign."""
+    if (name, size) in QUICK:
+        return []
+    return [pytest.mark.slow if size == 1 + list(FAMILY).index(name) % 3 else pytest.mark.campaign]
+
+
 CASES = [
-    pytest.param(
-        name, size, marks=[] if (name, size) in FAST else pytest.mark.slow, id=f"{name}, {size}"
-    )
+    pytest.param(name, size, marks=marks(name, size), id=f"{name}, {size}")
     for name in FAMILY
     for size in (1, 2, 3)
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_size: int) -> None:
     """AdamW, clipping after the hook, dropout, a scheduler."""
@@ -55,11 +60,6 @@ def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_s
 
 #: What happens between hook and optimizer, and what the hook does not see, in real loops.
 LOOPS = sorted(REAL)
-QUICK = {
-    ("unused_parameters_zeroed", "powersgd"),
-    ("several_backward_passes", "cast to bfloat16"),
-    ("nan_gradients", "randomk"),
-}
 REPRESENTATIVES = (
     "powersgd",
     "8 bits",
@@ -71,17 +71,19 @@ REPRESENTATIVES = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
+        # With the slow tests each loop has one of them, in turns.
         pytest.param(
             loop,
             name,
-            marks=[] if (loop, name) in QUICK else pytest.mark.slow,
+            marks=pytest.mark.slow
+            if REPRESENTATIVES[number % len(REPRESENTATIVES)] == name
+            else pytest.mark.campaign,
             id=f"{loop}, {name}",
         )
-        for loop in LOOPS
+        for number, loop in enumerate(LOOPS)
         for name in REPRESENTATIVES
         if (loop, name) != ("float16_parameters", "cast to bfloat16")
     ],

@@ -13,40 +13,6 @@ from tests.crash.pool import Pool
 STEPS = 16
 NAMES = sorted(REAL | AVERAGED)
 
-#: Near relatives of others here: they run with the slow tests.
-RARER = {
-    "autocast_bfloat16",
-    "average_of_its_own_kind",
-    "bfloat16_parameters",
-    "bucket_view",
-    "centered_rmsprop",
-    "clamped_weights",
-    "ema_of_a_generator",
-    "ema_of_ddp",
-    "ema_updated_before_the_step",
-    "evaluation_between_steps",
-    "float64_parameters",
-    "fused_adamw",
-    "gan_without_ddp",
-    "large_stateful_object",
-    "many_buckets",
-    "multi_step_lr",
-    "nan_gradients",
-    "nesterov",
-    "nesterov_foreach",
-    "one_cycle",
-    "scalar_parameter",
-    "scaler_fused",
-    "scaler_fused_unscale_clip",
-    "several_backward_passes",
-    "swa_of_every_third_step",
-    "unused_parameters",
-    "unused_parameters_bucket_view",
-    "unused_parameters_bucket_view_zeroed",
-    "weight_tying_two_names",
-}
-assert set(NAMES) >= RARER
-
 
 def world_sizes(name: str) -> list[int]:
     """A plain module is a world of its own; the rest have 2 ranks, and every other one 3 as well."""
@@ -55,12 +21,15 @@ def world_sizes(name: str) -> list[int]:
     return [2, 3] if NAMES.index(name) % 2 else [2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        # Of three ranks tests/crash/test_resume.py is in every run.
-        pytest.param(name, size, marks=pytest.mark.slow if size > 2 or name in RARER else ())
+        # With the slow tests each has one of them.
+        pytest.param(
+            name,
+            size,
+            marks=pytest.mark.slow if size == world_sizes(name)[-1] else pytest.mark.campaign,
+        )
         for name in NAMES
         for size in world_sizes(name)
     ],

@@ -33,14 +33,24 @@ def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
     assert_identical(killed, whole)
 
 
-def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path) -> None:
-    check(pool, tmp_path, "gpt_adamw", 2)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path, world_size: int) -> None:
+    check(pool, tmp_path, "gpt_adamw", world_size)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [(name, n) for name in sorted(TRAININGS) for n in ([1] if name in PLAIN else [1, 2, 3])],
+    [
+        # With the slow tests each has one number of ranks, in turns.
+        pytest.param(
+            name,
+            size,
+            marks=pytest.mark.slow if size == sizes[number % len(sizes)] else pytest.mark.campaign,
+        )
+        for number, name in enumerate(sorted(TRAININGS))
+        for sizes in ([1] if name in PLAIN else [1, 2, 3],)
+        for size in sizes
+    ],
 )
 def test_every_training_goes_on_from_memory(
     pool: Pool, tmp_path: Path, name: str, world_size: int

@@ -23,9 +23,9 @@ STEPS = 20
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        ("gpt_adamw", 3),
+        ("gpt_adamw", 2),
         ("cnn_sgd", 1),
-        *(pytest.param("gpt_adamw", size, marks=pytest.mark.slow) for size in (1, 2)),
+        *(pytest.param("gpt_adamw", size, marks=pytest.mark.slow) for size in (1, 3)),
         *(pytest.param("cnn_sgd", size, marks=pytest.mark.slow) for size in (2, 3)),
     ],
 )

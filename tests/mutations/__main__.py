@@ -40,10 +40,10 @@ _PER_KIND = 2
 _ANYWHERE = ["-n", "3", "--dist", "worksteal", "-m"]
 #: What the Makefile's targets run, the second without what the first has run.
 TIERS = {
-    "test": [*_ANYWHERE, "not slow and not gpu and not framework"],
+    "test": [*_ANYWHERE, "not slow and not gpu and not framework and not campaign"],
     "test-all": [
         "--hypothesis-profile=thorough",
-        *(*_ANYWHERE, "(slow or hypothesis) and not gpu and not framework"),
+        *(*_ANYWHERE, "(slow or hypothesis) and not gpu and not framework and not campaign"),
     ],
 }
 

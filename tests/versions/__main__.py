@@ -35,7 +35,7 @@ TESTED = (
     *("crash/test_resume.py", "crash/test_compressors.py", "crash/test_replica.py"),
     *("crash/sharded/test_log.py", "crash/launch/test_survivors_nodes.py"),
 )
-MARKERS = "not gpu and not framework"
+MARKERS = "not gpu and not framework and not campaign"
 #: Python, PyTorch and NumPy, as pip writes versions; no NumPy takes what pip does. The first PyTorch is
 #: the oldest that setup.cfg allows, and with it the oldest NumPy that has wheels for that Python.
 ROWS = (

@@ -100,11 +100,18 @@ def steps_attached_at(printed: str) -> list[int]:
     return [int(line.split()[-1]) for line in printed.splitlines() if " attached at " in line]
 
 
-def cases(quick: tuple[tuple[str, str], ...]) -> list[Any]:
+def cases(begins: int) -> list[Any]:
+    """With the slow tests each failure has one strategy, in turns."""
     return [
-        pytest.param(strategy, name, marks=() if (strategy, name) in quick else pytest.mark.slow)
-        for strategy in STRATEGIES
-        for name in FAILURES
+        pytest.param(
+            strategy,
+            name,
+            marks=pytest.mark.slow
+            if (number + begins) % len(STRATEGIES) == turn
+            else pytest.mark.campaign,
+        )
+        for turn, strategy in enumerate(STRATEGIES)
+        for number, name in enumerate(FAILURES)
     ]
 
 
@@ -116,11 +123,8 @@ def check(folder: Path, strategy: str, name: str, printed: str, uninterrupted: A
     torch.testing.assert_close(final(folder), uninterrupted(strategy), rtol=0, atol=0)
 
 
-@pytest.mark.slow
 @needs_package
-@pytest.mark.parametrize(
-    ("strategy", "name"), cases((("survivors", "a kill"), ("log", "an error")))
-)
+@pytest.mark.parametrize(("strategy", "name"), cases(0))
 def test_in_place_nothing_is_lost(
     tmp_path: Path, strategy: str, name: str, uninterrupted: Any
 ) -> None:
@@ -129,7 +133,7 @@ def test_in_place_nothing_is_lost(
     check(tmp_path, strategy, name, printed, uninterrupted)
 
 
-@pytest.mark.parametrize(("strategy", "name"), cases(()))
+@pytest.mark.parametrize(("strategy", "name"), cases(1))
 def test_under_torchrun_nothing_is_lost(
     tmp_path: Path, strategy: str, name: str, uninterrupted: Any
 ) -> None:

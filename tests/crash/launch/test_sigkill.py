@@ -116,7 +116,7 @@ def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "launcher", ["processes", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "launcher", [pytest.param("processes", marks=pytest.mark.slow), "torchrun"]
 )
 def test_all_ranks_killed_at_once_resume_bit_for_bit(
     tmp_path: Path, pool: Pool, launcher: str

@@ -96,7 +96,7 @@ def test_generators_of_a_rank_that_died_before_its_optimizer_are_seeded_anew(
     assert found.states(0)[AT + 1] == expected.states(0)[AT + 1]
     assert "LD803: rank 1: its random generators (torch) are seeded anew" in found.output
     # Where ranks draw the same numbers nothing is lost.
-    expected = whole(tmp_path / "alike", 2)
+    expected = whole(2)
     check(broken(tmp_path / "between", 2, {1: dies("between")}), expected, resumed=AT + 1)
 
 

@@ -17,7 +17,9 @@ from tests.crash.sharded import log_training
 from tests.processes import Script
 
 UNTIL, WORLD_SIZE = 10, 4
-_SLOW = pytest.mark.slow
+_SLOW, _CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
+_FEATURED = ("topk", "powersgd", "8 bits", "randomk")
+_FEATURES = ("accumulated", "several passes", "scaled", "half", "half reduced", "partly used")
 #: The others run with the slow tests.
 FAST = "topk"
 
@@ -79,24 +81,24 @@ def assert_recovered(folder: Path, step: int) -> None:
             assert has_same_bits(kept[index][key].float(), value.float()), key
 
 
-@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        *(pytest.param(n, "", marks=[] if n == FAST else _SLOW, id=n) for n in FAMILY),
-        pytest.param("dense", "", marks=_SLOW, id="dense"),
         *(
-            pytest.param(name, features, marks=_SLOW, id=f"{name}, {features}")
-            for name in ("topk", "powersgd", "8 bits", "randomk")
-            for features in (
-                "accumulated",
-                "several passes",
-                "scaled",
-                "half",
-                "half reduced",
-                "partly used",
+            pytest.param(n, "", marks=_SLOW if n in (FAST, "dense") else _CAMPAIGN, id=n)
+            for n in (*FAMILY, "dense")
+        ),
+        # With the slow tests each feature has one compressor, in turns.
+        *(
+            pytest.param(
+                name,
+                features,
+                marks=_SLOW if _FEATURED[number % len(_FEATURED)] == name else _CAMPAIGN,
+                id=f"{name}, {features}",
             )
+            for name in _FEATURED
+            for number, features in enumerate(_FEATURES)
         ),
     ],
 )
@@ -123,7 +125,7 @@ def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "name", [FAST, *(pytest.param(n, marks=_SLOW) for n in FAMILY if n != FAST)]
+    "name", [FAST, *(pytest.param(n, marks=_CAMPAIGN) for n in FAMILY if n != FAST)]
 )
 def test_a_lost_node_costs_no_replicated_step(tmp_path: Path, name: str) -> None:
     residual = "exact" if name.startswith("cast") else "replicated"

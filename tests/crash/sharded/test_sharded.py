@@ -77,9 +77,15 @@ def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, feature
         pytest.param("tp", "foreach", "", marks=_SLOW),
         pytest.param("fsdp+tp", "loop", "", marks=_SLOW),
         *(
-            pytest.param(kind, optimizer, "", marks=_SLOW)
-            for kind in _WORLDS
-            for optimizer in training.OPTIMIZERS
+            # With the slow tests each kind has one of them, in turns.
+            pytest.param(
+                kind,
+                optimizer,
+                "",
+                marks=_SLOW if number % len(training.OPTIMIZERS) == turn else pytest.mark.campaign,
+            )
+            for number, kind in enumerate(_WORLDS)
+            for turn, optimizer in enumerate(training.OPTIMIZERS)
         ),
         *(
             pytest.param("even", "fused", feature, marks=_SLOW)
