@@ -99,6 +99,16 @@ def test_denoising_takes_noise_out_of_a_line() -> None:
     torch.testing.assert_close(denoised(line + noise, 1.0), line + noise)
 
 
+def test_where_all_frequencies_stay_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("a transform and back would round")
+
+    monkeypatch.setattr(torch.fft, "rfft", refuse)
+    AutoRegressive().predict(history(EVEN), 130)
+    with pytest.raises(AssertionError):
+        AutoRegressive(kept=0.5).predict(history(EVEN), 130)
+
+
 def test_no_generator_of_the_users_is_touched() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
