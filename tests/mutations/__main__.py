@@ -37,6 +37,8 @@ _CALLS = frozenset(
 )
 _BOUNDS: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _PER_KIND = 2
+#: Exit code of pytest where no test was chosen.
+_NO_TESTS = 5
 _ANYWHERE = ["-n", "3", "--dist", "worksteal", "-m"]
 #: What the Makefile's targets run, the second without what the first has run.
 TIERS = {
@@ -207,11 +209,13 @@ def run(mutation: Mutation, tiers: Mapping[str, Sequence[str]]) -> dict[str, obj
                 text=True,
                 check=False,
             )
-            if result.returncode != 0:
+            if result.returncode not in (0, _NO_TESTS):
                 failed = [
                     l for l in result.stdout.splitlines() if l.startswith(("FAILED", "ERROR"))
                 ]
-                found |= {"tier": tier, "by": failed[0] if failed else result.stdout[-1000:]}
+                if not failed:  # the tests could not run, which says nothing of the fault
+                    sys.exit(result.stdout[-3000:] + result.stderr[-3000:])
+                found |= {"tier": tier, "by": failed[0]}
                 break
     return {**found, "seconds": round(time.monotonic() - started)}
 
