@@ -144,7 +144,7 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """How to measure, from the arguments."""
     if args.smoke:
-        return Settings(args.seed, 2, 1, 2, FIRST_KILL, (), args.timeout)
+        return Settings(args.seed, 2, 1, 1, FIRST_KILL, (), args.timeout)
     history = tuple(int(steps) for steps in args.history.split(",") if steps)
     return Settings(
         args.seed,
