@@ -25,19 +25,13 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 # Threads that wait for work leave the cores to other tests; the default is to spin.
 test test-all test-integrations test-versions coverage: export OMP_WAIT_POLICY := passive
 
-# Five minutes. Without a cache mypy takes one core for half a minute: the tests do not wait for it.
-test: lint
-	@types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & mypy=$$!; \
-	$(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal & tests=$$!; \
-	trap 'kill $$mypy $$tests; rm -f $$types; exit 143' TERM INT HUP; \
-	wait $$tests; failed=$$?; wait $$mypy; code=$$?; cat $$types; rm $$types; \
-	exit $$((failed ? failed : code))
+# Five minutes. A recipe of one command, so that a signal to make reaches it.
+test: check
+	$(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
 # Ten more: what takes longer, and of random examples many. All but campaigns (`soak`).
 test-all: test
-	@$(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough \
-	  -n $(WORKERS) --dist worksteal & tests=$$!; \
-	trap 'kill $$tests; exit 143' TERM INT HUP; wait $$tests
+	$(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough -n $(WORKERS) --dist worksteal
 
 # Trainings of frameworks that are killed and go on; the frameworks are large, and so no part of `make test`.
 test-integrations: .venv/installed-dev .venv/installed-integrations

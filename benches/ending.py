@@ -18,26 +18,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: In the environment of everything that a command starts: id of the command, and when it began.
-_MARK = "LOWDIFF_STARTED_BY"
+#: In the environment of everything that commands start: their marks, the outermost first.
+_MARKS = "LOWDIFF_STARTED_BY"
 #: How long killed processes may take to be gone.
 _SECONDS = 10.0
+
+
+_is_watched = False
 
 
 def run(main: Callable[[], object]) -> None:
     """Run a command's ``main``; SIGTERM ends it as an exception does, with its temporary folders."""
     leave_nothing()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _end)
     main()
+
+
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a second one would end the clearing up
+    sys.exit(128 + signal.SIGTERM)
 
 
 def leave_nothing() -> None:
     """Have all processes that this one starts from now on end once it has ended.
 
-    Within a command that does so already, nothing changes.
+    What it forks without ``exec`` carries the marks of outer commands only.
     """
-    if _MARK in os.environ:
+    global _is_watched
+    if _is_watched:
         return
+    _is_watched = True
     mark = f"{os.getpid()}-{time.time_ns()}"
     command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), mark]
     # Started without the mark; in a session of its own, so that Ctrl-C and a closed terminal spare it.
@@ -45,7 +55,7 @@ def leave_nothing() -> None:
     subprocess.run(
         command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True
     )
-    os.environ[_MARK] = mark
+    os.environ[_MARKS] = ",".join([*filter(None, [os.environ.get(_MARKS)]), mark])
 
 
 def _clear_away(pid: int, mark: str) -> None:
@@ -53,19 +63,21 @@ def _clear_away(pid: int, mark: str) -> None:
     with suppress(ProcessLookupError):  # it has ended
         select.select([os.pidfd_open(pid)], [], [])
     deadline = time.monotonic() + _SECONDS
-    while (left := _marked(f"{_MARK}={mark}".encode())) and time.monotonic() < deadline:
+    while (left := _marked(mark)) and time.monotonic() < deadline:
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _marked(entry: bytes) -> list[int]:
+def _marked(mark: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # it has ended, or belongs to another user
-                if entry in (folder / "environ").read_bytes().split(b"\0"):
+                entries = (folder / "environ").read_bytes().split(b"\0")
+                marks = [e.partition(b"=")[2] for e in entries if e.startswith(_MARKS.encode())]
+                if any(mark.encode() in of_process.split(b",") for of_process in marks):
                     found.append(int(folder.name))
     return found
 

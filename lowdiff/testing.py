@@ -133,7 +133,10 @@ def adjust(checkpointer: Checkpointer, **settings: Any) -> None:
 
     Raises:
         ConfigError: If there is no setting of that name, or a value cannot work.
+        UsageError: If it is attached.
     """
+    if checkpointer._opened is not None:
+        raise UsageError("settings are read by attach(); adjust them before")
     known = [field.name for field in fields(checkpointer._settings)]
     unknown = sorted(settings.keys() - set(known))
     if unknown:

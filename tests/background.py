@@ -119,7 +119,9 @@ class Zygote:
         elif writes:
             given = theirs.fileno()
             words = [sys.executable, "-m", "tests.zygote", str(given), WRITER]
-            self._process = DetachedProcess(words, pass_fds=[given], cwd=ROOT)
+            # Else NumPy would start threads, beside which a fork is none.
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            self._process = DetachedProcess(words, pass_fds=[given], cwd=ROOT, env=environment)
         else:
             torch_loaded().Process(target=serve, args=(theirs, MODULES), daemon=True).start()
         theirs.close()

@@ -30,19 +30,24 @@ settings.load_profile("quick")
 #: Of a file whose tests are all slow.
 _ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 
-# `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no process of a test outlive this one, however it ends.
 
-def pytest_configure() -> None:
-    """Let no process of a test outlive this one, however it ends."""
+    ``nohup make test &`` ignores SIGINT and SIGHUP, and so would every process that a test starts. A handler that does
+    nothing ignores as well, and ends with ``exec``. A process that only starts workers leaves them as they are.
+    """
     ending.leave_nothing()
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import a file whose tests are all slow, where none of these runs."""
-    is_left_out = "not slow" in config.option.markexpr and collection_path.suffix == ".py"
+    chosen = config.option.markexpr.split(" and ")
+    is_left_out = "not slow" in chosen and collection_path.suffix == ".py"
     if is_left_out and _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")):
         return True
     return None

@@ -131,8 +131,7 @@ class StagingArea:
         except FileExistsError as error:  # a copy of the run folder attaches at this very moment
             raise RunInUse(root, "a trainer of a copy of the run folder", 0.0) from error
         # Whoever looks at the lock holds it for an instant.
-        name = f"process {os.getpid()}"
-        if not self._lock.acquire(name, timeout_seconds=_LOOK_SECONDS, trains=True):
+        if not self._lock.acquire(f"process {os.getpid()}", timeout_seconds=_LOOK_SECONDS):
             raise RunInUse(root, self._lock.holder(), _LOOK_SECONDS)
         try:
             claim(folder, self._run, self._life)

@@ -13,8 +13,9 @@ from pathlib import Path
 from lowdiff.core.events import printable
 from lowdiff.errors import StorageError
 
-#: Second line of the lock of a folder whose trainer holds it; the first describes the holder.
-_TRAINER = "trainer"
+#: Second line where a guest holds the lock; the first describes the holder. Owners write none, as ever: versions
+#: that live at the same time understand each other.
+_GUEST = "guest"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -35,7 +36,7 @@ class FileLock:
         *,
         timeout_seconds: float = 0.0,
         shared: bool = False,
-        trains: bool = False,
+        is_guest: bool = False,
     ) -> bool:
         """Take the lock; return False if another process holds it for the whole waiting time.
 
@@ -43,7 +44,7 @@ class FileLock:
             description: Description of the holder, for others to read; shared holders write none.
             timeout_seconds: How long to wait.
             shared: Whether to share the lock with others, and keep out only exclusive holders.
-            trains: Whether the holder trains with what the lock guards; see `trains`.
+            is_guest: Whether the lock is taken to look at what it guards, or to clear that away.
 
         Raises:
             StorageError: If the file system has no locks.
@@ -68,7 +69,7 @@ class FileLock:
         with contextlib.suppress(OSError):  # a full disk does not prevent locking
             if not shared:
                 os.ftruncate(descriptor, 0)
-                text = f"{description}\n{_TRAINER}" if trains else description
+                text = f"{description}\n{_GUEST}" if is_guest else description
                 os.pwrite(descriptor, text.encode(), 0)
         _held.add(self)
         return True
@@ -77,9 +78,10 @@ class FileLock:
         """Return the description that a holder wrote last."""
         return printable(self._lines()[0]) or "an unknown process"
 
-    def trains(self) -> bool:
-        """Return whether whoever took the lock last, alone, trains with what it guards."""
-        return self._lines()[1:] == [_TRAINER]
+    def has_guest(self) -> bool:
+        """Return whether whoever took the lock last, alone, is a guest; until it has said who it is, it counts as one."""
+        description, *remark = self._lines()
+        return remark == [_GUEST] if description else True
 
     def _lines(self) -> list[str]:
         try:

@@ -103,7 +103,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     if holds_state(stage):
         paths += stage.state_locks
     for lock in map(FileLock, paths):
-        if not lock.acquire(f"process {os.getpid()}, clearing staging memory"):
+        if not lock.acquire(f"process {os.getpid()}, clearing staging memory", is_guest=True):
             return _verdict(stage, f"in use by {lock.holder()}", is_in_use=True)
         held.callback(lock.release)
     steps: set[int] = set()

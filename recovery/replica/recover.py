@@ -454,7 +454,7 @@ def _is_at_rest(stage: StagingFolder) -> bool:
     try:
         trainer, *others = map(FileLock, (stage.trainer_lock, *stage.state_locks))
         is_free = _is_free(trainer, _GLANCE_SECONDS)
-        if not is_free and trainer.trains():
+        if not is_free and not trainer.has_guest():
             return False
         for lock in (trainer, *others):
             if not _is_free(lock, _PATIENCE_SECONDS):

@@ -28,8 +28,7 @@ def long_work() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "LOWDIFF_STARTED_BY"}
-    environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     code = "from benches import ending; from tests.benches import test_ending as t; ending.run(t.long_work)"
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True

@@ -110,7 +110,7 @@ def beside(run: Callable[[threading.Event], object]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["trainer_lock", "replica_lock"])
 def test_whoever_only_looks_at_the_memory_is_waited_for(dead: Life, name: str) -> None:
     lock = FileLock(getattr(stage_of(dead.folder), name))
-    assert lock.acquire("process 1, clearing staging memory")
+    assert lock.acquire("process 1, clearing staging memory", is_guest=True)
 
     def look(end: threading.Event) -> None:
         end.wait(1.0)
@@ -137,7 +137,7 @@ def test_whoever_keeps_the_memory_of_a_dead_trainer_is_named(
 ) -> None:
     limits(memory_patience_seconds=0.2)
     lock = FileLock(getattr(stage_of(dead.folder), name))
-    assert lock.acquire("somebody else")
+    assert lock.acquire("somebody else", is_guest=True)
     with pytest.raises(RunInUse, match="in use by somebody else"):
         dead.assert_recovered()
     lock.release()

@@ -94,19 +94,17 @@ def test_whoever_waits_is_told_who_holds_it(path: Path) -> None:
     lock.release()
 
 
-def test_whether_its_holder_trains_is_no_part_of_the_description(path: Path) -> None:
+def test_whether_a_guest_holds_it_is_no_part_of_the_description(path: Path) -> None:
     lock = FileLock(path)
-    assert not lock.trains()
-    assert lock.acquire("process 41", trains=True)
-    assert FileLock(path).trains()
+    assert lock.has_guest()  # nobody has said anything
+    assert lock.acquire("process 41", is_guest=True)
+    assert FileLock(path).has_guest()
     assert FileLock(path).holder() == "process 41"
     lock.release()
-    assert lock.acquire("process 41")  # which only looks
-    assert not FileLock(path).trains()
+    assert lock.acquire("process 41")
+    assert not FileLock(path).has_guest()
+    assert path.read_text() == "process 41"  # as all versions write and read it
     lock.release()
-    path.write_text("process 41\nby another version\n", encoding="utf-8")
-    assert not lock.trains()
-    assert lock.holder() == "process 41"
 
 
 def test_a_waiter_gets_it_when_it_is_released_in_time(path: Path) -> None:

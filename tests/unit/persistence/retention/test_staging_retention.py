@@ -235,9 +235,9 @@ def test_what_a_live_trainer_renames_and_what_is_adopted_meanwhile_is_no_trouble
     lock.release()
     acquire = FileLock.acquire
 
-    def too_late(lock: FileLock, description: str) -> bool:
+    def too_late(lock: FileLock, description: str, *, is_guest: bool) -> bool:
         stage.remove()
-        return acquire(lock, description)
+        return acquire(lock, description, is_guest=is_guest)
 
     monkeypatch.setattr(FileLock, "acquire", too_late)
     assert list(clear_staging(stage.root.parent.parent)) == []
