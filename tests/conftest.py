@@ -55,15 +55,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but the first so many cases of a test to `make test-all`, where it is marked ``cases``."""
-    seen: Counter[str] = Counter()
+    """Divide the cases of a test: ``cases(n)`` leaves all but the first n to `make test-all`.
+
+    Of the slow ones ``turns(k)`` leaves all but every k-th to `make soak`.
+    """
+    quick: Counter[str] = Counter()
+    slow: Counter[str] = Counter()
     for item in items:
-        marker = item.get_closest_marker("cases")
-        if marker is not None and item.get_closest_marker("slow") is None:
-            name = item.nodeid.partition("[")[0]
-            seen[name] += 1
-            if seen[name] > marker.args[0]:
+        name = item.nodeid.partition("[")[0]
+        if (marker := item.get_closest_marker("cases")) and not item.get_closest_marker("slow"):
+            quick[name] += 1
+            if quick[name] > marker.args[0]:
                 item.add_marker(pytest.mark.slow)
+        if (marker := item.get_closest_marker("turns")) and item.get_closest_marker("slow"):
+            if slow[name] % marker.args[0]:
+                item.add_marker(pytest.mark.campaign)
+            slow[name] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

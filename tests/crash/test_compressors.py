@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.compressors import FAMILY
-from tests.crash.all_trainings import PLAIN, REAL, TRAININGS
+from tests.crash.all_trainings import AVERAGED, PLAIN, REAL, TRAININGS
 from tests.crash.lives import Kill, assert_identical, history
 from tests.crash.pool import Pool
 
@@ -59,7 +59,7 @@ def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_s
 
 
 #: What happens between hook and optimizer, and what the hook does not see, in real loops.
-LOOPS = sorted(REAL)
+LOOPS, NAMES = sorted(REAL), sorted(REAL | AVERAGED)
 REPRESENTATIVES = (
     "powersgd",
     "8 bits",
@@ -74,12 +74,12 @@ REPRESENTATIVES = (
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        # With the slow tests each loop has one of them, in turns.
+        # With the slow tests a loop has one of them, in turns, unless tests/crash/test_real_loops.py runs it.
         pytest.param(
             loop,
             name,
             marks=pytest.mark.slow
-            if REPRESENTATIVES[number % len(REPRESENTATIVES)] == name
+            if REPRESENTATIVES[number % len(REPRESENTATIVES)] == name and NAMES.index(loop) % 2 == 0
             else pytest.mark.campaign,
             id=f"{loop}, {name}",
         )

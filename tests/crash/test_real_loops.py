@@ -24,13 +24,16 @@ def world_sizes(name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        # With the slow tests each has one of them.
+        # With the slow tests each has one of them; every other one runs with another compressor, in
+        # tests/crash/test_compressors.py.
         pytest.param(
             name,
             size,
-            marks=pytest.mark.slow if size == world_sizes(name)[-1] else pytest.mark.campaign,
+            marks=pytest.mark.slow
+            if size == world_sizes(name)[-1] and (name not in REAL or number % 2)
+            else pytest.mark.campaign,
         )
-        for name in NAMES
+        for number, name in enumerate(NAMES)
         for size in world_sizes(name)
     ],
 )

@@ -14,6 +14,7 @@ SLOW = [seed for seed in range(20) if seed > 9 or seed == 8 or generate(seed).ra
 
 
 @pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in range(20)],

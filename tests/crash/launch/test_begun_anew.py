@@ -124,6 +124,7 @@ def check(folder: Path, strategy: str, name: str, printed: str, uninterrupted: A
 
 
 @needs_package
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "name"), cases(0))
 def test_in_place_nothing_is_lost(
     tmp_path: Path, strategy: str, name: str, uninterrupted: Any
@@ -133,6 +134,7 @@ def test_in_place_nothing_is_lost(
     check(tmp_path, strategy, name, printed, uninterrupted)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "name"), cases(1))
 def test_under_torchrun_nothing_is_lost(
     tmp_path: Path, strategy: str, name: str, uninterrupted: Any

@@ -72,6 +72,7 @@ def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_
 
 @pytest.mark.launch
 @pytest.mark.slow
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(

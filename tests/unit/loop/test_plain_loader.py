@@ -227,6 +227,7 @@ QUICK |= {("stateful", 2, True)}
         for w in WORKERS
     ],
 )
+@pytest.mark.turns(2)
 def test_kills_show_the_same_batches_as_none(
     tmp_path: Path, kind: str, num_workers: int, is_persistent: bool
 ) -> None:
@@ -429,6 +430,7 @@ def endless(life: Life, until: int) -> None:
         (endless, [4, 6, 7]),
     ],
 )
+@pytest.mark.turns(2)
 def test_loops_as_people_write_them(
     tmp_path: Path, body: Body, kills: list[int], make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
