@@ -23,7 +23,7 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 .PHONY: test test-all test-integrations test-versions coverage soak wheel demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
-test test-all test-integrations test-versions coverage: export OMP_WAIT_POLICY := passive
+test test-all test-integrations test-versions coverage soak: export OMP_WAIT_POLICY := passive
 
 # Five minutes. A recipe of one command, so that a signal to make reaches it.
 test: check
@@ -48,7 +48,7 @@ coverage: .venv/installed-dev
 	$(BIN)/pytest -q -m "$(ELSEWHERE)" -n $(WORKERS) --dist worksteal --cov --cov-report=term \
 	  --deselect tests/unit/persistence/writer/test_writer.py::test_it_loads_neither_torch_nor_the_users_modules_and_stays_small
 
-# An hour or more; `make soak SOAK_MINUTES=5` does less of everything.
+# Hours; `make soak SOAK_MINUTES=5` does less, and leaves out what pytest runs.
 soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.soak --out $(RESULTS) $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
 	$(BIN)/python -m tests.faults.peers --out $(RESULTS)

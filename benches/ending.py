@@ -76,7 +76,9 @@ def _marked(mark: str) -> list[int]:
         if folder.name.isdigit():
             with suppress(OSError):  # it has ended, or belongs to another user
                 entries = (folder / "environ").read_bytes().split(b"\0")
-                marks = [e.partition(b"=")[2] for e in entries if e.startswith(_MARKS.encode())]
+                marks = [
+                    e.partition(b"=")[2] for e in entries if e.startswith(f"{_MARKS}=".encode())
+                ]
                 if any(mark.encode() in of_process.split(b",") for of_process in marks):
                     found.append(int(folder.name))
     return found

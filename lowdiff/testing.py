@@ -125,14 +125,14 @@ def limits(**values: float) -> Iterator[None]:
 
 
 def adjust(checkpointer: Checkpointer, **settings: Any) -> None:
-    """Change settings that no argument of a Checkpointer sets, before `attach`.
+    """Change settings before `attach`, also those that no argument of a Checkpointer sets.
 
     Args:
         checkpointer: One that is not attached.
-        settings: Fields of `lowdiff.settings.Settings`, for instance ``flush_seconds``.
+        settings: Fields of `lowdiff.settings.Settings`, for instance ``flush_seconds``. Not all values are checked.
 
     Raises:
-        ConfigError: If there is no setting of that name, or a value cannot work.
+        ConfigError: If there is no setting of that name.
         UsageError: If it is attached.
     """
     if checkpointer._opened is not None:

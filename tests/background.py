@@ -1,4 +1,4 @@
-"""Writers and replicas by fork: Python, NumPy and torch are loaded once, not by each of them anew.
+"""Writers and replicas by fork: what they import is loaded once, not by each of them anew.
 
 They are what ``start_detached`` makes otherwise: children of the trainer in sessions of their own,
 told through a pipe, ended by SIGKILL. To load torch costs a replica two seconds of a core.

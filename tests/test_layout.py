@@ -20,6 +20,7 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
+from tests.mutations.__main__ import TIERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -353,3 +354,12 @@ def test_every_wait_for_other_ranks_is_marked() -> None:
     ]
     # What has come is waited for by nobody.
     assert unmarked == ["lowdiff/commit/agreement.py: work.wait() in peek"]
+
+
+def test_mutations_are_tried_on_the_tiers_of_the_makefile() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    elsewhere = re.search(r"^ELSEWHERE := (.*)$", text, re.MULTILINE)
+    assert elsewhere is not None
+    for target, words in TIERS.items():
+        recipe = text.partition(f"\n{target}:")[2].partition("\n\n")[0]
+        assert f'"{words[-1]}"' in recipe.replace("$(ELSEWHERE)", elsewhere[1])

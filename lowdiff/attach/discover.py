@@ -314,8 +314,7 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
             (stage.writer_lock, stage.survivor_lock) if is_log(stage) else stage.state_locks
         ):
             lock = FileLock(path)
-            name, patience = f"process {os.getpid()}", settings.lock_seconds
-            if lock.acquire(name, timeout_seconds=patience, is_guest=True):
+            if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
                 lock.release()
             elif path == stage.writer_lock:
                 Code.OLD_WRITER_BUSY.warn(f"{lock.holder()} still works on {stage.root}; going on")

@@ -13,8 +13,8 @@ from pathlib import Path
 from lowdiff.core.events import printable
 from lowdiff.errors import StorageError
 
-#: Second line where a guest holds the lock; the first describes the holder. Owners write none, as ever: versions
-#: that live at the same time understand each other.
+#: Second line where a guest holds the lock; the first describes the holder. Owners write none, as ever, so that
+#: earlier versions know them; and guests of earlier versions say after a comma what they do.
 _GUEST = "guest"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -81,7 +81,7 @@ class FileLock:
     def has_guest(self) -> bool:
         """Return whether whoever took the lock last, alone, is a guest; until it has said who it is, it counts as one."""
         description, *remark = self._lines()
-        return remark == [_GUEST] if description else True
+        return not description or remark == [_GUEST] or ", " in description
 
     def _lines(self) -> list[str]:
         try:

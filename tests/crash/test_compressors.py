@@ -85,7 +85,6 @@ REPRESENTATIVES = (
         )
         for number, loop in enumerate(LOOPS)
         for name in REPRESENTATIVES
-        if (loop, name) != ("float16_parameters", "cast to bfloat16")
     ],
 )
 def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -16,9 +17,9 @@ from tests.docs.blocks import ROOT, blocks_of
 from tests.docs.listed import is_listed
 
 
-def main() -> None:
+def main(document: str, *given: str) -> None:
     """Python blocks share this process, shell blocks get one each."""
-    document, *given = sys.argv[1:]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
     names: dict[str, Any] = runpy.run_path(given[0]) if given else {}
     saved: list[str] = []
     try:
@@ -52,7 +53,3 @@ def environment() -> dict[str, str]:
     """The commands of this environment come first, as after ``. .venv/bin/activate``."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "FIRST_NODE": "localhost"}
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,10 @@ import pytest
 from docs import make_api
 from lowdiff import errors
 from lowdiff.core.events import Code
+from tests.docs import run_document
 from tests.docs.blocks import ROOT, blocks_of, documents
 from tests.docs.listed import ELSEWHERE, NOT_RUN, RUNNABLE, begins, is_listed
+from tests.processes import Script
 
 #: Documents that are followed on several machines at once, here by as many processes.
 NODES = {"examples/torchrun_multinode.md": 2}
@@ -58,17 +57,18 @@ def test_what_a_document_shows_runs(document: str, tmp_path: Path) -> None:
     given = (
         [] if document in FROM_ZERO or document in NODES else [ROOT / "tests/docs/given_names.py"]
     )
-    command = [sys.executable, "-m", "tests.docs.run_document", document, *map(str, given)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    outputs = [tmp_path / f"output-{node}.txt" for node in range(NODES.get(document, 1))]
-    processes = []
-    for output in outputs:
-        with output.open("wb") as file:
-            processes.append(
-                subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
-            )
-    codes = [process.wait() for process in processes]
-    assert codes == [0] * len(outputs), "\n".join(o.read_text()[-3000:] for o in outputs)
+    processes = [
+        Script(
+            run_document.main,
+            *[document, *given],
+            output=tmp_path / f"output-{node}.txt",
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(NODES.get(document, 1))
+    ]
+    codes = [process.wait(800) for process in processes]
+    assert codes == [0] * len(processes), "\n".join(p.printed()[-3000:] for p in processes)
 
 
 def test_the_readme_is_one_screen_and_its_first_example_is_short_and_comes_early() -> None:

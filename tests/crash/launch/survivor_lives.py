@@ -91,7 +91,7 @@ def reports(folder: Path, world_size: int) -> Lives:
 @cache
 def whole(world_size: int, *options: object) -> Lives:
     """The training without a failure; made once for all tests of a process."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=0)
         assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.core.digest import entry_digests, state_digest
 from lowdiff.core.layout import spec_of
@@ -58,6 +59,10 @@ def live(folder: Path, until: int, written: int, **settings: Any) -> Loop:
             # Neither the parameter nor a version counter tells.
             buffer = loop.optimizer.state[loop.model.get_parameter("weight")]["momentum_buffer"]
             buffer.data[0, 0] += 1
+    if (
+        settings.get("compressor", loop) is None
+    ):  # a replica that has just begun leaves nothing in memory
+        testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] >= written - 1)
     loop.die()
     return loop
 

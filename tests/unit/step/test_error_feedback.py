@@ -210,7 +210,7 @@ JOBS: dict[str, Callable[..., Weights]] = {
         for size in (1, 2)
     ],
 )
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("job", JOBS)
 def test_the_weights_have_the_same_bits_where(
     pool: Pool, tmp_path: Path, job: str, compressor: str, world_size: int

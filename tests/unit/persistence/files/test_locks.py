@@ -105,6 +105,9 @@ def test_whether_a_guest_holds_it_is_no_part_of_the_description(path: Path) -> N
     assert not FileLock(path).has_guest()
     assert path.read_text() == "process 41"  # as all versions write and read it
     lock.release()
+    assert lock.acquire("process 41, clearing staging memory")  # by an earlier version
+    assert FileLock(path).has_guest()
+    lock.release()
 
 
 def test_a_waiter_gets_it_when_it_is_released_in_time(path: Path) -> None:
