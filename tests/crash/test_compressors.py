@@ -16,7 +16,7 @@ QUICK = {("8 bits", 1), ("topk of 2 bits", 2)}
 
 
 def marks(name: str, size: int) -> list[pytest.MarkDecorator]:
-    """Every compressor runs with the slow tests, and with each number of ranks in a campaign."""
+    """With the slow tests every other compressor has one number of ranks, in turns."""
     if (name, size) in QUICK:
         return []
     return [pytest.mark.slow if size == 1 + list(FAMILY).index(name) % 3 else pytest.mark.campaign]
@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_size: int) -> None:
     """AdamW, clipping after the hook, dropout, a scheduler."""

@@ -38,10 +38,11 @@ def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path, world_size
     check(pool, tmp_path, "gpt_adamw", world_size)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        # With the slow tests each has one number of ranks, in turns.
+        # With the slow tests every other one has one number of ranks, in turns.
         pytest.param(
             name,
             size,
