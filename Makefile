@@ -25,13 +25,13 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 # Threads that wait for work leave the cores to other tests; the default is to spin.
 test test-all test-integrations test-versions coverage soak: export OMP_WAIT_POLICY := passive
 
-# Five minutes. A recipe of one command, so that a signal to make reaches it.
+# Five minutes. make passes a signal on to what it has started: in place of the shell, the tests.
 test: check
-	$(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal
+	exec $(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
 # Ten more: what takes longer, and of random examples many. All but campaigns (`soak`).
 test-all: test
-	$(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough -n $(WORKERS) --dist worksteal
+	exec $(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough -n $(WORKERS) --dist worksteal
 
 # Trainings of frameworks that are killed and go on; the frameworks are large, and so no part of `make test`.
 test-integrations: .venv/installed-dev .venv/installed-integrations
