@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import write_json
@@ -31,6 +31,7 @@ from lowdiff.persistence.format.image import (
     stage_image,
 )
 from lowdiff.persistence.run.catalog import complete_snapshots
+from tests.mounts import tmpfs_or_skip
 from tests.unit.recovery.training import part_sums
 
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -69,6 +70,16 @@ TENSORS = {
 
 def staged(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
     return stage_image(path, [image_tensor(name, tensor) for name, tensor in tensors.items()])
+
+
+def test_an_image_without_room_gives_back_that_of_the_one_before(tmp_path: Path) -> None:
+    with tmpfs_or_skip(tmp_path / "memory", 1) as memory:
+        path = memory / "snapshot"
+        staged(path, {"model/a": torch.zeros(150_000)})
+        with pytest.raises(StorageError):
+            staged(path, {"model/a": torch.zeros(400_000)})
+        assert not path.exists()
+        staged(path, {"model/a": torch.zeros(200_000)})
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
