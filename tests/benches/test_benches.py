@@ -81,6 +81,8 @@ FIGURES = {
 }
 
 
+#: Whose smoke runs start dozens of processes, minutes each.
+LONG = {"peers", "restart", "survivors", "effective_time", "scaling", "tuner"}
 #: Of the files, where it is not the bench's: peers.json is that of the fault table.
 RESULTS = {"peers": "peers_overhead"}
 
@@ -88,8 +90,13 @@ RESULTS = {"peers": "peers_overhead"}
 @pytest.mark.launch
 # Cells of bench_peers start eighteen processes, one after the other.
 @pytest.mark.timeout(600)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in LONG else pytest.mark.slow)
+        for name in FIGURES
+    ],
+)
 def test_a_bench_runs_and_writes_what_others_read(name: str, tmp_path: Path) -> None:
     if name == "peer_memory" and (reason := why_no_nodes()):
         pytest.skip(reason)
