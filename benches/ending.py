@@ -22,8 +22,6 @@ from pathlib import Path
 _MARKS = "LOWDIFF_STARTED_BY"
 #: How long killed processes may take to be gone.
 _SECONDS = 10.0
-
-
 _is_watched = False
 
 
@@ -63,24 +61,22 @@ def _clear_away(pid: int, mark: str) -> None:
     with suppress(ProcessLookupError):  # it has ended
         select.select([os.pidfd_open(pid)], [], [])
     deadline = time.monotonic() + _SECONDS
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(_MARKS, mark)) and time.monotonic() < deadline:
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _marked(mark: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # it has ended, or belongs to another user
-                entries = (folder / "environ").read_bytes().split(b"\0")
-                marks = [
-                    e.partition(b"=")[2] for e in entries if e.startswith(f"{_MARKS}=".encode())
-                ]
-                if any(mark.encode() in of_process.split(b",") for of_process in marks):
-                    found.append(int(folder.name))
+def marked(variable: str, mark: str) -> list[int]:
+    """Return the ids of all processes in whose environment a variable holds a mark, alone or between commas."""
+    begin, found = f"{variable}=".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            values = [entry[len(begin) :] for entry in entries if entry.startswith(begin)]
+            if any(mark.encode() in value.split(b",") for value in values):
+                found.append(int(folder.name))
     return found
 
 

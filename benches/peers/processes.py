@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benches import ending
 from benches.peers.arm import Task
 from benches.peers.environments import ROOT, CannotRun, last_error
 from benches.peers.histories import INSTANT
@@ -143,15 +144,7 @@ class Cell:
 
     def members(self) -> list[int]:
         """Process ids of all that belong to the cell."""
-        mark = f"{_MARK}={self.mark}".encode()
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(int(path.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # gone meanwhile, or somebody else's
-        return found
+        return ending.marked(_MARK, self.mark)
 
     def clean_up(self) -> None:
         """End whatever was left behind, and remove what it holds in memory under the cell's mark."""

@@ -117,11 +117,9 @@ class News:
         if self._coming is None:
             return (self._told,)
         work, all_words = self._coming
-        patience = self._patience
+        limit = self._patience if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         try:
-            if timeout_seconds is not None:
-                patience = timedelta(seconds=timeout_seconds)
-            wait_for_ranks(work.wait, *(() if patience is None else (patience,)))
+            wait_for_ranks(work.wait, *(() if limit is None else (limit,)))
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None
