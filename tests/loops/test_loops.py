@@ -9,16 +9,10 @@ import pytest
 from tests.loops.check import check
 from tests.loops.generate import generate
 
-#: A loop of three ranks starts nine trainers and nine writers, and the ninth loop takes the longest.
-SLOW = [seed for seed in range(20) if seed > 9 or seed == 8 or generate(seed).ranks > 2]
-
 
 @pytest.mark.slow
 @pytest.mark.turns(2)
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in range(20)],
-)
+@pytest.mark.parametrize("seed", range(20))
 def test_every_committed_step_of_a_loop_is_exact(tmp_path: Path, seed: int) -> None:
     loop = generate(seed)
     verdict = check(loop, tmp_path / "loop")

@@ -213,19 +213,12 @@ def both(folder: Path, make: Callable[[], Any], body: Body, until: int, kills: l
 
 
 WORKERS = [(0, False), (2, False), (2, True)]
-QUICK = {("shuffle", 0, False), ("shuffle", 2, True), ("own generator", 0, False)}
-QUICK |= {("distributed", 0, False), ("replacement", 2, False), ("python's", 0, False)}
-QUICK |= {("stateful", 2, True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_workers", "is_persistent"),
-    [
-        pytest.param(k, *w, marks=() if (k, *w) in QUICK else pytest.mark.slow)
-        for k in KINDS
-        for w in WORKERS
-    ],
+    [(k, *w) for k in KINDS for w in WORKERS],
 )
 @pytest.mark.turns(2)
 def test_kills_show_the_same_batches_as_none(
