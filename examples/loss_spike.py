@@ -1,9 +1,9 @@
 """A run goes wrong at one step; the timeline shows the step, and a new run starts before it.
 
-python examples/loss_spike.py runs/spike                        # a bad batch at step 8,000
+python examples/loss_spike.py runs/spike                        # a bad batch at step 800
 lowdiff timeline runs/spike --out spike.png                     # which step was it?
-lowdiff recover runs/spike --step 7999 --as-run runs/healed
-python examples/loss_spike.py runs/healed --skip 8000           # the same, without that batch
+lowdiff recover runs/spike --step 799 --as-run runs/healed
+python examples/loss_spike.py runs/healed --skip 800            # the same, without that batch
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train, and return the loss of every step of this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--spike-step", type=int, default=8000)
-    parser.add_argument("--until", type=int, default=8100)
+    parser.add_argument("--spike-step", type=int, default=800)
+    parser.add_argument("--until", type=int, default=850)
     parser.add_argument("--skip", type=int, default=None, help="step to feed another batch")
     parser.add_argument("--staging", type=Path, default=None)
     args = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     with lowdiff.Checkpointer(
         args.run,
         compressor=TopK(density=0.1, dense_below=256),
-        snapshot_every=1000,
+        snapshot_every=100,
         staging=args.staging,
         retention=None,  # keep every step, to be able to return to any of them
     ) as checkpointer:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "torchsnapshot": ("torchsnapshot==0.1.0",),
     # Its torch extra lacks what its Flash Checkpoint imports.
-    "dlrover": ("dlrover[torch]==0.6.1", "grpcio", "protobuf"),
+    "dlrover": ("dlrover[torch]==0.6.1", "grpcio==1.85.3", "protobuf==7.36.2"),
     "orbax": ("orbax-checkpoint==0.12.8", "jax==0.10.2"),
     "lightning": ("lightning==2.6.6",),
     "deepspeed": ("deepspeed==0.19.8",),

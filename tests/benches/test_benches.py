@@ -81,8 +81,11 @@ FIGURES = {
 }
 
 
-#: Whose smoke runs start dozens of processes, minutes each.
-LONG = {"peers", "restart", "survivors", "effective_time", "scaling", "tuner"}
+#: Whose smoke runs start dozens of processes, half a minute of a core to minutes each.
+LONG = {
+    *("peers", "restart", "survivors", "effective_time", "scaling", "tuner"),
+    *("failures", "publish", "sharded", "lowdiff_plus", "peer_memory"),
+}
 #: Of the files, where it is not the bench's: peers.json is that of the fault table.
 RESULTS = {"peers": "peers_overhead"}
 

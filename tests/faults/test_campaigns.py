@@ -33,8 +33,8 @@ def expect_nothing_lost(outcome: Outcome, rounds: int) -> None:
 
 @pytest.mark.timeout(400)  # it waits for some 1,500 fsyncs
 def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path) -> None:
-    outcome = kills.kills(tmp_path, 8, seed=4)
-    expect_nothing_lost(outcome, 8)
+    outcome = kills.kills(tmp_path, 4, seed=4)
+    expect_nothing_lost(outcome, 4)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
@@ -49,6 +49,7 @@ def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
     tmp_path: Path, world_size: int
@@ -149,6 +150,7 @@ def test_a_loss_is_counted_and_described_in_the_report() -> None:
     assert "| something | 30 | survived 2; not run: a part of it | 28 |" in text
 
 
+@pytest.mark.campaign
 def test_the_peers_fail_as_the_table_says_and_lowdiff_does_not(tmp_path: Path) -> None:
     peers.main(["--out", str(tmp_path), "--rounds", "5", "--elements", str(1 << 16)])
     rows = {row["store"]: row for row in json.loads((tmp_path / "peers.json").read_text())["rows"]}

@@ -169,7 +169,8 @@ def lowdiff_step(folder: Path) -> int:
     return lowdiff.recover(folder / "run", staging=folder / "staging").step
 
 
-@pytest.mark.slow
+# docs/survivors.md, whose commands are run as well, starts both without a kill.
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", [pytest.param("in_place", marks=needs_package), "torchrun"])
 def test_the_example_goes_on_after_a_kill_as_if_there_were_none(tmp_path: Path, name: str) -> None:
     """The rank that prints is not killed."""

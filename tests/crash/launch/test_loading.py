@@ -44,7 +44,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_killed_in_mid_epoch_and_at_an_edge_it_sees_the_same_batches(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -19,7 +19,7 @@ def start(rank: int, world_size: int, folder: Path, compressor: str, *options: s
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("compressor", "die_at"),
-    [("topk", 4), ("none", 4), pytest.param("powersgd", 15, marks=pytest.mark.slow)],
+    [("topk", 4), ("none", 4), pytest.param("powersgd", 12, marks=pytest.mark.slow)],
 )
 def test_the_survivor_names_it_and_one_rank_goes_on(
     tmp_path: Path, compressor: str, die_at: int

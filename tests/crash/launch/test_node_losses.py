@@ -22,12 +22,13 @@ def _can_make_nodes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("strategy", ["cast", pytest.param("replica", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["cast", "replica"])
 def test_no_replicated_step_is_lost_with_a_node(tmp_path: Path, strategy: str) -> None:
     check(tmp_path, 2, strategy, size=2)
 
 
 @pytest.mark.slow
+@pytest.mark.turns(3)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("strategy", "size", "copies"),
@@ -40,6 +41,7 @@ def test_any_nodes_but_one_of_a_group_may_be_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("size", "copies"), [(3, 2), (4, 3)])
 def test_error_feedback_is_not_lost_either(tmp_path: Path, size: int, copies: int) -> None:

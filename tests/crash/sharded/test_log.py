@@ -102,6 +102,7 @@ def assert_recovered(folder: Path, step: int) -> None:
         ),
     ],
 )
+@pytest.mark.turns(2)
 def test_killed_ranks_cost_no_committed_step(tmp_path: Path, name: str, features: str) -> None:
     words = name, UNTIL, "--features", features
     calm, torn = tmp_path / "calm", tmp_path / "torn"

@@ -68,30 +68,31 @@ def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, feature
 
 
 @pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "optimizer", "features"),
     [
         ("uneven", "loop", "evaluated,ema"),
         ("hsdp", "fused", ""),
-        pytest.param("tp", "foreach", "", marks=_SLOW),
-        pytest.param("fsdp+tp", "loop", "", marks=_SLOW),
+        ("tp", "foreach", ""),
+        ("fsdp+tp", "loop", ""),
         *(
             # With the slow tests each kind has one of them, in turns.
             pytest.param(
                 kind,
                 optimizer,
                 "",
-                marks=_SLOW if number % len(training.OPTIMIZERS) == turn else pytest.mark.campaign,
+                marks=() if number % len(training.OPTIMIZERS) == turn else pytest.mark.campaign,
             )
             for number, kind in enumerate(_WORLDS)
             for turn, optimizer in enumerate(training.OPTIMIZERS)
         ),
         *(
-            pytest.param("even", "fused", feature, marks=_SLOW)
+            ("even", "fused", feature)
             for feature in ("accumulated", "half", "checkpointed", "compiled", "frozen", "scaled")
         ),
-        pytest.param("hsdp", "loop", "accumulated,half,frozen,ema", marks=_SLOW),
+        ("hsdp", "loop", "accumulated,half,frozen,ema"),
     ],
 )
 def test_a_killed_rank_costs_no_committed_step(
@@ -101,6 +102,7 @@ def test_a_killed_rank_costs_no_committed_step(
 
 
 @pytest.mark.slow
+@pytest.mark.turns(3)
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kind", "nodes"),
@@ -108,9 +110,9 @@ def test_a_killed_rank_costs_no_committed_step(
         # Nobody else holds a rank's shards; the copies of HSDP on another node do, or not.
         ("uneven", "01"),
         ("hsdp", "0011"),
-        pytest.param("hsdp", "0101", marks=_SLOW),
-        pytest.param("even", "01", marks=_SLOW),
-        pytest.param("fsdp+tp", "0011", marks=_SLOW),
+        ("hsdp", "0101"),
+        ("even", "01"),
+        ("fsdp+tp", "0011"),
     ],
 )
 @pytest.mark.parametrize("lost", [0, 1])
@@ -232,7 +234,7 @@ def test_an_export_loads_into_a_sharded_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.parametrize("kind", ["uneven", pytest.param("ddp", marks=_SLOW)])
+@pytest.mark.parametrize("kind", ["uneven", "ddp"])
 def test_a_run_begins_with_a_dcp_folder(tmp_path: Path, kind: str) -> None:
     def trained(life: str, dies_at: int) -> list[Script]:
         ranks = range(2)

@@ -32,6 +32,7 @@ def start(rank: int, world_size: int, folder: Path, *options: str) -> subprocess
 
 
 @pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("compressor", "world_size"), [("topk", 1), ("none", 1), ("topk", 2), ("powersgd", 2)]
 )

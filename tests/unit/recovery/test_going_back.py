@@ -136,11 +136,14 @@ def test_ranks_go_back_together_where_one_of_them_reads_damage(pool: Pool, tmp_p
     for rank in (0, 1):
         shutil.copytree(tmp_path / "run", tmp_path / f"run-{rank}")
         shutil.rmtree(tmp_path / f"staging-{rank}")
-    newest = max((tmp_path / "run-1/snapshots").iterdir())
+    # A replica writes an image whenever the one before is durable, so the last but one varies.
+    *_, older, newest = sorted((tmp_path / "run-1/snapshots").iterdir())
     assert newest.name.endswith("s0000000008")
     flip(newest / "rank-0001.safetensors", 3000)
     lived = history(pool, build, tmp_path, until=9, run="run-{rank}", **life)
-    assert [life.resumed for life in lived.lives[-1]] == [4, 4]
+    left = int(older.name.partition("s")[2])
+    assert 4 <= left < 8
+    assert [life.resumed for life in lived.lives[-1]] == [left, left]
 
 
 def test_generators_of_ranks_that_joined_are_said_to_be_unknown(

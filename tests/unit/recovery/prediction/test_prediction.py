@@ -62,6 +62,7 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 
 @pytest.mark.slow
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("steps", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("ahead", [3, 10, 25])
 @pytest.mark.parametrize("predictor", PREDICTORS, ids=lambda one: one.name)
