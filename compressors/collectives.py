@@ -9,6 +9,7 @@ the rank adds them, and an all-gather distributes the sums. Two ranks gather a s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 
 #: Up to here two ranks wait longer for a second collective than they take to add the whole.
 _SHORT_BYTES = 1 << 18
+#: How long to wait for a group's end, of which ranks that wait for this one hear at once.
+_LEAVE_SECONDS = 2.0
 
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -150,13 +153,32 @@ def own_group(
     return group
 
 
-def leave(group: dist.ProcessGroup | None) -> None:
+def leave(owner: object, attribute: str) -> None:
     """Release a group's connections and threads; groups of a destroyed world are gone already.
 
     A group of only some ranks stays until the world ends. PyTorch would reuse the group's name, a
     hash of its ranks, for the next such group, which would then look for the old group's addresses.
+
+    Args:
+        owner: Has the last reference to the group.
+        attribute: Where; it becomes None.
     """
-    if group is not None and dist.is_initialized():
+    if getattr(owner, attribute) is None:
+        return
+    _forget(getattr(owner, attribute))
+
+    def drop() -> None:
+        setattr(owner, attribute, None)
+
+    # With its last reference the group waits for what is under way, which a rank that hangs does not answer
+    # before the group's time limit.
+    dropping = threading.Thread(target=drop, name="lowdiff-leave", daemon=True)
+    dropping.start()
+    dropping.join(_LEAVE_SECONDS)
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
         with suppress(KeyError, ValueError):  # the group belonged to an earlier world
             if _is_world(group):
                 dist.destroy_process_group(group)

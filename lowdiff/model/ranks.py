@@ -238,8 +238,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group."""
-        leave(self.group)
-        self.group = None
+        leave(self, "group")
 
 
 def _read(path: Path, start: int, piece: torch.Tensor) -> None:

@@ -69,17 +69,13 @@ def losses_in(text: str) -> dict[int, str]:
     [
         "single_process",
         "ppo",
-        pytest.param("gan", marks=pytest.mark.slow),
-        pytest.param("from_torch_save", marks=pytest.mark.slow),
+        "gan",
+        "from_torch_save",
         # They are what they are: warnings of a framework are not lowdiff's.
         *(
             pytest.param(
                 name,
-                marks=[
-                    pytest.mark.slow,
-                    pytest.mark.framework,
-                    pytest.mark.filterwarnings("default"),
-                ],
+                marks=[pytest.mark.framework, pytest.mark.filterwarnings("default")],
             )
             for name in FRAMEWORK
         ),
@@ -97,6 +93,7 @@ def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
+@pytest.mark.turns(2)
 @pytest.mark.launch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["single_process", "ppo", "gan", "from_torch_save", *RANKS])

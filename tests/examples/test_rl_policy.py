@@ -47,7 +47,8 @@ def told(folder: Path, kind: str) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("place", ["folder", "s3"])
 def test_the_sampler_has_the_trainers_bits_although_both_are_killed(
     tmp_path: Path, server: S3Server, place: str
 ) -> None:

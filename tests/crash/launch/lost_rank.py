@@ -1,6 +1,8 @@
 """A rank of a training; with ``--die-at N`` it kills itself in its N-th collective of gradients.
 
-``RANK WORLD_SIZE STORE FOLDER COMPRESSOR [--die-at N]``
+With ``--stop-at N`` it stops for ever behind its N-th optimizer step. Ranks wait for each other for ``--timeout`` seconds.
+
+``RANK WORLD_SIZE STORE FOLDER COMPRESSOR [--die-at N] [--stop-at N] [--timeout SECONDS]``
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,6 +52,8 @@ def train(words: tuple[str, ...]) -> int:
     parser.add_argument("folder")
     parser.add_argument("compressor")
     parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--stop-at", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=1800.0)
     args = parser.parse_args(words)
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -56,6 +61,7 @@ def train(words: tuple[str, ...]) -> int:
         store=dist.FileStore(args.store, args.world_size),
         rank=args.rank,
         world_size=args.world_size,
+        timeout=timedelta(seconds=args.timeout),
     )
     model = wrapped(nn.Linear(60, 90))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,6 +87,8 @@ def train(words: tuple[str, ...]) -> int:
             sys.stdout.write(f"closed: {time.monotonic() - began < 30}\n")
             return 3
         optimizer.step()
+        if step + 1 == args.stop_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
     checkpointer.close()
     return 0
 

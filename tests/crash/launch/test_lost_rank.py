@@ -36,3 +36,21 @@ def test_the_survivor_names_it_and_one_rank_goes_on(
     alone = start(0, 1, tmp_path, compressor)
     assert alone.wait() == 0, alone.printed()
     assert alone.printed().splitlines()[-1] == "resumed 3"
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_rank_that_hangs_between_its_optimizer_and_its_commit_keeps_nobody_from_closing(
+    tmp_path: Path,
+) -> None:
+    survivor = start(0, 2, tmp_path, "topk", "--timeout", "3")
+    stopped = start(1, 2, tmp_path, "topk", "--timeout", "3", "--stop-at", "4")
+    try:
+        assert survivor.wait() == 3, survivor.printed()
+    finally:
+        stopped.kill()
+    assert survivor.printed().splitlines()[-1] == "closed: True"
+    alone = start(0, 1, tmp_path, "topk")
+    assert alone.wait() == 0, alone.printed()
+    # The rank that was stopped had not staged its share of the fourth step.
+    assert alone.printed().splitlines()[-1] == "resumed 3"
