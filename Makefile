@@ -29,7 +29,7 @@ test test-all test-integrations test-versions coverage soak: export OMP_WAIT_POL
 test: check
 	exec $(BIN)/pytest -q -m "not slow and $(ELSEWHERE)" -n $(WORKERS) --dist worksteal
 
-# An hour in all: what takes longer, and of random examples many. All but campaigns (`soak`).
+# Half an hour in all: what takes longer, and of random examples many. All but campaigns (`soak`).
 test-all: test
 	exec $(BIN)/pytest -q -m "(slow or hypothesis) and $(ELSEWHERE)" --hypothesis-profile thorough -n $(WORKERS) --dist worksteal
 

@@ -118,6 +118,7 @@ def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(
     assert (tmp_path / "precious").read_text() == "not to be touched"
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_every_strangers_folder_is_refused(victims: list[Victim], tmp_path: Path) -> None:
     expect_nothing_lost(stranger.strangers(victims[0], tmp_path), 2 * len(stranger.HOSTILE))

@@ -28,7 +28,7 @@ def test_no_replicated_step_is_lost_with_a_node(tmp_path: Path, strategy: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.turns(3)
+@pytest.mark.turns(5)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("strategy", "size", "copies"),
@@ -40,8 +40,7 @@ def test_any_nodes_but_one_of_a_group_may_be_lost(
     check(tmp_path, 4, strategy, size=size, copies=copies)
 
 
-@pytest.mark.slow
-@pytest.mark.turns(2)
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("size", "copies"), [(3, 2), (4, 3)])
 def test_error_feedback_is_not_lost_either(tmp_path: Path, size: int, copies: int) -> None:
