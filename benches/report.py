@@ -126,6 +126,13 @@ REPORTED: dict[str, Reported] = {
             _of_summary(tables.of_gpu),
         ),
         (
+            "device_ops",
+            "bench_device_ops",
+            "what a step does on an accelerator, counted",
+            lambda found: f"log: {found['step_launches']} launches a step",
+            _of_summary(tables.of_device_ops),
+        ),
+        (
             "recovery_growth",
             "bench_recovery_growth",
             "how recovery grows",

@@ -359,6 +359,41 @@ def of_gpu(found: Summary) -> str:
     )
 
 
+def of_device_ops(found: Summary) -> str:
+    """Table of ``bench_device_ops``: what one step of each arm does."""
+    arms = {
+        "": "`TopK(0.01)`, log",
+        "clipped_": "the same, clipped",
+        "scaled_": "with a gradient scaler",
+        "fused_": "fused AdamW",
+        "accumulated_": "two backward passes",
+        "powersgd_": "`PowerSGD(4)`, log",
+        "gradients_": "no compressor (replica)",
+        "survivors_": "`survivors`",
+    }
+    rows = [
+        [
+            text,
+            f"{found[f'{arm}hook_launches']:,}",
+            f"{found[f'{arm}step_launches']:,}",
+            f"{found[f'{arm}step_bytes_per_element']:.1f}",
+            f"{found[f'{arm}hook_host_waits']:.0f}",
+            f"{found[f'{arm}host_waits']:.0f}",
+            f"{found[f'{arm}mean_host_waits']:.1f}",
+            f"{found[f'{arm}snapshot_launches']:.0f}",
+            f"{found[f'{arm}predicted_hook_ms']:.1f}",
+            f"{found[f'{arm}predicted_step_ms']:.1f}",
+        ]
+        for arm, text in arms.items()
+    ]
+    heads = [
+        *("GPT-2 small", "launches, hook", "launches, step", "bytes an element, step"),
+        *("waits, hook", "waits, step", "waits, mean", "launches, snapshot"),
+        *("predicted hook, ms", "predicted step, ms"),
+    ]
+    return table(heads, rows)
+
+
 def of_tuner(found: Summary) -> str:
     """Table of ``bench_tuner``."""
     ratio = found["waste_over_best_fixed"]

@@ -22,7 +22,7 @@ from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, pieces
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.compressors.sparse import MagnitudeSelector
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import INT_OF_BYTES, torch_dtype
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -215,7 +215,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         codes, exact = binned(values, self.value_bits)
         means = exact.to(gradient.dtype)
         # A rank that chooses by itself chooses the largest entries: if these are finite, all are.
-        is_finite = not self.is_shared and means.is_cpu and bool(means.isfinite().all())
+        is_finite = not self.is_shared and devices.may_look(means) and bool(means.isfinite().all())
         # Else an overflow among unsent entries must not go unnoticed: NaN makes a scaler skip the
         # step.
         hidden = total.sum(dtype=torch.float64) * 0 if self.is_shared else 0.0
@@ -259,7 +259,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         if not kept:
             return []
         codes = torch.cat([sent[rank].codes for sent in kept.values()])
-        (codes,) = on_host([packed(codes, self.value_bits)])
+        (codes,) = devices.on_host([packed(codes, self.value_bits)])
         return [
             *pieces("binned", self.layout, {i: sent[rank].means for i, sent in kept.items()}),
             *self.position_sections(kept, rank),
@@ -270,7 +270,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
 def positions_section(layout: Layout, positions: Mapping[int, torch.Tensor]) -> Section:
     """Return positions inside parameters, by ascending layout index, as positions in the layout."""
     there = [own.long() + layout.parameters[i].offset for i, own in positions.items()]
-    (values,) = on_host([torch.cat(there)])
+    (values,) = devices.on_host([torch.cat(there)])
     return Section("binned/positions", "ascending", values.numpy())
 
 

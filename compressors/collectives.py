@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from lowdiff.core import devices
+
 #: Up to here two ranks wait longer for a second collective than they take to add the whole.
 _SHORT_BYTES = 1 << 18
 #: How long to wait for a group's end, of which ranks that wait for this one hear at once.
@@ -26,14 +28,8 @@ _LEAVE_SECONDS = 2.0
 
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future whose result is ``buffer``.
-
-    A future of an accelerator's tensor must know the device: only then does a waiting caller also
-    wait for work that is still queued on the device.
-    """
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=None if buffer.is_cpu else [buffer.device]
-    )
+    """Return a future whose result is ``buffer``."""
+    done: torch.futures.Future[torch.Tensor] = devices.future_on(buffer.device)
     done.set_result(buffer)
     return done
 
@@ -53,9 +49,7 @@ def chained(
         work: Called on the thread that completes ``earlier``, or here if that is done.
         device: Device of the result.
     """
-    later: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=None if device.type == "cpu" else [device]
-    )
+    later: torch.futures.Future[torch.Tensor] = devices.future_on(device)
 
     def settle(done: torch.futures.Future[Any]) -> None:
         try:

@@ -28,6 +28,7 @@ from lowdiff.compressors.changes import (
 )
 from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, pieces, shared_parts
+from lowdiff.core import devices
 from lowdiff.core.layout import bits, byte_view
 from lowdiff.core.numerics import flushes_denormals
 from lowdiff.protocols import Decoder
@@ -81,7 +82,7 @@ class Consumed:
     def seal(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a checksum of the gradient that the hook returns for a parameter, flat and whole."""
         mine = gradient[self.share(parameter)]
-        if parameter in self._changed or not mine.is_cpu:
+        if parameter in self._changed or not devices.may_look(mine):
             return  # reading an accelerator's gradient would stop the host
         # The bits of a NaN may depend on its place in a block, so only finite gradients get a seal.
         if _is_finite(mine):

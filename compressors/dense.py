@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lowdiff.compressors.collectives import chained, completed, reproducible_mean
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.settings import Settings
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import bits, shares_of
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -171,7 +171,7 @@ class DenseReducer:
         """
         stored = self._stored.of(of)
         consumed, stored.gradients = stored.gradients, {}
-        values = on_host(list(consumed.values()))
+        values = devices.on_host(list(consumed.values()))
         return Payload(
             tuple(
                 Section(str(i), "planes", bits(own))

@@ -13,7 +13,7 @@ import torch
 from lowdiff.compressors.changes import Factors, find_factors, has_foreign_entries
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, pieces
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.types import Layout, Section
 
@@ -105,7 +105,7 @@ class StoredEntries:
         """
         for i, gradient in gradients.items():
             self.foreign.pop(i, None)  # a step may be tried again behind one that was broken off
-            if not gradient.is_cpu:
+            if not devices.may_look(gradient):
                 continue
             mine = self.share(gradient.numel())
             positions = exchanged(i, mine)
@@ -181,7 +181,9 @@ class StoredEntries:
                 parts = indices.split([own.numel() for _, own, _ in chosen])
                 for (offset, _, _), part in zip(chosen, parts, strict=True):
                     part += offset
-                indices, values = on_host([indices, torch.cat([own for _, _, own in chosen])])
+                indices, values = devices.on_host(
+                    [indices, torch.cat([own for _, _, own in chosen])]
+                )
                 sections += [
                     Section(f"{prefix}indices/{dtype}", "ascending", indices.numpy()),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
@@ -195,6 +197,6 @@ def _all_finite(parts: Iterable[Entries]) -> bool:
     for _, values in parts:
         by_dtype.setdefault(values.dtype, []).append(values)
     return all(
-        not values[0].is_cpu or bool(torch.cat(values).isfinite().all())
+        not devices.may_look(values[0]) or bool(torch.cat(values).isfinite().all())
         for values in by_dtype.values()
     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed
+from lowdiff.core import devices
 from lowdiff.errors import RankLost, UsageError
 
 #: Words of a header: rank, stamp, elements of the bucket, entries sent of the bucket.
@@ -57,7 +58,7 @@ class Headers:
         Raises:
             UsageError: If that rank is at another step, or has another bucket.
         """
-        if head.is_cpu:
+        if devices.may_look(head):
             check_header(head, expected)
         else:
             self._unread.append((head.clone(), expected))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lowdiff.core import devices
 from lowdiff.core.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
@@ -239,7 +240,7 @@ class ErrorFeedback:
         sums = []
         for place, piece in pieces:
             left = target[place].sub_(piece)
-            if left.is_cpu:
+            if devices.may_look(left):
                 sums.append(left.sum())
         is_finite = bool(sums) and bool(torch.stack(sums).sum().isfinite())
         self._finish(parameter, target, is_finite=is_finite)
@@ -277,7 +278,7 @@ class ErrorFeedback:
         if scale != 1.0:
             residual.div_(scale)
         is_finite = is_finite and scale >= 1.0  # dividing by less than 1 may overflow
-        if not residual.is_cpu or not (is_finite or bool(residual.sum().isfinite())):
+        if not devices.may_look(residual) or not (is_finite or bool(residual.sum().isfinite())):
             # Without this, an overflow that no scaler skips would come back in every later step.
             residual.nan_to_num_(0.0, 0.0, 0.0)
         self._store.written(parameter)
@@ -289,6 +290,6 @@ def is_used(gradient: torch.Tensor) -> bool:
     DDP drops the average of a parameter that no rank used. Sending the residual in such a step
     would lose it, so the residual waits for the next real gradient.
     """
-    if not gradient.is_cpu:
+    if not devices.may_look(gradient):
         return True
     return bool(gradient[:256].any()) or bool(gradient.any())

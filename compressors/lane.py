@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed, leave, own_group, reproducible_mean
 from lowdiff.compressors.exchange import HEADER_WORDS, Headers
+from lowdiff.core import devices
 from lowdiff.errors import LowDiffError, RankLost, UsageError
 from lowdiff.types import Block
 
@@ -47,7 +48,7 @@ class Lane:
         self, work: Callable[[], torch.Tensor], device: torch.device
     ) -> torch.futures.Future[torch.Tensor]:
         """Run ``work`` after every job submitted before; the returned future gets its result."""
-        if device.type != "cpu":
+        if not devices.may_look(device):
             # Run on the stream of the backward pass: a callback's own stream has waited for
             # nothing.
             self._group = self._training_group

@@ -17,6 +17,7 @@ from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
 from lowdiff.compressors.settings import Settings, checked_size
+from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -185,7 +186,7 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         # An overflow that no scaler skipped must not stay in Q for ever.
         usable = norms.isfinite() & (norms > 0)
-        if q.is_cpu and bool(usable.all()):
+        if devices.may_look(q) and bool(usable.all()):
             return q.div(norms)
         generator = torch.Generator().manual_seed(self.compressor.seed + 1_000_003 * parameter)
         drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
@@ -254,7 +255,7 @@ def low_rank(
     """
     p, q = factors
     m = q.shape[1]
-    most = min(_PIECE_ELEMENTS, stop - start) if out.is_cpu else stop - start
+    most = min(_PIECE_ELEMENTS, stop - start) if devices.may_look(out) else stop - start
     is_wide = out.dtype == p.dtype
     sums = out if is_wide else torch.empty(most, dtype=p.dtype, device=p.device)
     done = 0

@@ -15,7 +15,7 @@ from lowdiff.compressors.feedback import is_used
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.compressors.settings import Settings, checked_seed
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import bits
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -197,7 +197,7 @@ class QuantizeReducer(RepresentedReducer[_Held]):
             return []
         codes = torch.cat([_packed(own, self.compressor.bits) for own, _, _ in kept.values()])
         scales = torch.cat([own for _, own, _ in kept.values()])
-        codes, scales = on_host([codes, scales])
+        codes, scales = devices.on_host([codes, scales])
         return [
             Section("quantized/parameters", "ascending", numbers(list(kept))),
             Section("quantized/codes", "planes", codes.numpy()),

@@ -11,7 +11,7 @@ import torch
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.lane import share
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import bits
 from lowdiff.errors import ReplayMismatch
 from lowdiff.types import Bits, Layout, Payload, Section
@@ -49,7 +49,7 @@ def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> li
     for dtype in layout.dtypes:
         own = [tensors[i] for i, _ in layout.of_dtype(dtype) if i in tensors]
         if own:
-            (values,) = on_host([torch.cat(own)])
+            (values,) = devices.on_host([torch.cat(own)])
             made.append(Section(f"{name}/{dtype}", "planes", bits(values)))
     return made
 

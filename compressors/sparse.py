@@ -26,6 +26,7 @@ from lowdiff.compressors.lane import Lane, shares_in
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.sections import factors_of, floats, shared_parts
 from lowdiff.compressors.settings import SparseSettings
+from lowdiff.core import devices
 from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
@@ -158,7 +159,7 @@ class SparseReducer:
                 chosen entries are finite, all entries are; this spares a pass over the total.
         """
         kept = total.index_select(0, chosen).to(gradient.dtype)
-        is_finite = are_largest and kept.is_cpu and bool(kept.isfinite().all())
+        is_finite = are_largest and devices.may_look(kept) and bool(kept.isfinite().all())
         used = is_used(gradient)
         if not used:
             kept.zero_()
@@ -260,7 +261,7 @@ class IndexedDecoder:
         """See ``Decoder``."""
         spec = self._layout.parameters[block.parameter]
         first, last = spec.offset + block.start, spec.offset + block.stop
-        assign = _assign if out.is_cpu else _assign_there
+        assign = _assign if devices.may_look(out) else _assign_there
         for rank, indices, values in self._narrow[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
             assert self._value_dtype is not None
@@ -322,7 +323,7 @@ class MagnitudeSelector:
             does not wait, and equal magnitudes are chosen as ``torch.topk`` does.
         """
         integer = INT_OF_BYTES[values.element_size()]
-        if not values.is_cpu:
+        if not devices.may_look(values):
             keys = values.view(integer).bitwise_and(torch.iinfo(integer).max)
             return torch.topk(keys, k, sorted=False).indices.sort().values
         scratch = self._scratch.get(integer)

@@ -10,7 +10,7 @@ from typing import IO, Any
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.host import on_host
+from lowdiff.core import devices
 from lowdiff.core.layout import byte_view, dtype_name, shaped
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
@@ -61,7 +61,9 @@ def image_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ImageTens
     """Tensors of an image by name, each in logical order."""
     named = list(tensors)
     made = []
-    for (name, _), host in zip(named, on_host([tensor for _, tensor in named]), strict=True):
+    for (name, _), host in zip(
+        named, devices.on_host([tensor for _, tensor in named]), strict=True
+    ):
         values = host.contiguous()
         data = byte_view(values) if values.numel() else memoryview(b"")
         made.append(ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
@@ -87,7 +88,7 @@ class RecoveredState:
                 for key, value in entries.items():
                     # Numbers stay on the host; whoever builds the optimizer knows where it wants them.
                     if is_aligned(key, value, numels.get(name, 0)) or (
-                        isinstance(value, torch.Tensor) and device.type == "cpu"
+                        isinstance(value, torch.Tensor) and devices.may_look(device)
                     ):
                         entries[key] = value.to(device)
 

@@ -356,6 +356,22 @@ def test_every_wait_for_other_ranks_is_marked() -> None:
     assert unmarked == ["lowdiff/commit/agreement.py: work.wait() in peek"]
 
 
+def test_where_a_tensor_lives_is_asked_in_one_place() -> None:
+    """What counts a step without an accelerator stands in for that module alone."""
+    asks = re.compile(
+        r"\.is_cpu\b|\.is_cuda\b|device\.type [!=]= \"|torch\.cuda\b|torch\.accelerator\b|pin_memory"
+    )
+    rooms = ("lowdiff", "compressors", "persistence", "recovery", "tuner")
+    found = {
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if asks.search(path.read_text(encoding="utf-8"))
+    }
+    # The latter keeps the generators of a process, wherever its model is.
+    assert found == {"lowdiff/core/devices.py", "lowdiff/integrations/batch_order.py"}
+
+
 def test_mutations_are_tried_on_the_tiers_of_the_makefile() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     elsewhere = re.search(r"^ELSEWHERE := (.*)$", text, re.MULTILINE)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from lowdiff.core import devices
 from lowdiff.core.layout import flat_like, is_dense, shaped
 from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
@@ -127,7 +128,9 @@ def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
 
     Most loops let go of them before the first backward pass.
     """
-    is_plain = parameter.device.type == "cpu" and is_dense(parameter) and not is_sharded(parameter)
+    is_plain = (
+        devices.may_look(parameter.device) and is_dense(parameter) and not is_sharded(parameter)
+    )
     if not (is_plain and parameter.numel()):
         return torch.zeros_like(parameter)
     zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)

@@ -14,6 +14,7 @@ from lowdiff.commit.meter import Meter
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.tracked import Live
@@ -191,9 +192,7 @@ class Session:
             self.gate.leave()
 
     def _commit(self) -> None:
-        device = self._live.attached.device
-        if device.type != "cpu":  # a body may run on a stream of the user's
-            torch.accelerator.synchronize(device)
+        devices.settle(self._live.attached.device)  # a body may run on a stream of the user's
         self.keep_staging()
         counters = self.queue.storage.counters
         with counters.timed(counters.training_thread_seconds):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
 from lowdiff.types import Environment
 
@@ -94,7 +95,7 @@ def environment_of(device: torch.device) -> Environment:
     """Describe this process on this machine."""
     default_dtype, matmul_precision = process_modes()
     return Environment(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=devices.name_of(device),
         torch_version=torch.__version__,
         processor=_processor(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),

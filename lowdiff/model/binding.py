@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lowdiff.core import devices
 from lowdiff.core.layout import by_tensor, dtype_name, flat_like, laid_out, own_name
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
@@ -124,7 +125,7 @@ class Attached:
     @property
     def is_on_host(self) -> bool:
         """Whether the parameters' values can be read without making the host wait."""
-        return self.device.type == "cpu"
+        return devices.may_look(self.device)
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Item name -> tensor that no optimizer updates: buffers and frozen parameters.
@@ -236,10 +237,10 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False) and "
             "wrap the module anew, if it is in DistributedDataParallel"
         )
-    devices = sorted({str(p.device) for p in trained.values()})
-    if len(devices) > 1:
+    places = sorted({str(p.device) for p in trained.values()})
+    if len(places) > 1:
         raise UnsupportedModel(
-            f"parameters lie on {', '.join(devices)}; lowdiff copies from one device: move them to "
+            f"parameters lie on {', '.join(places)}; lowdiff copies from one device: move them to "
             "one, or train the parts in processes of their own"
         )
     layout = laid_out((part_of(name, p), local_of(p)) for name, p in trained.items())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
+from lowdiff.core import devices
 from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import INT_OF_BYTES, byte_view, dtype_name, flat, is_dense, own_name
 from lowdiff.errors import ConfigError
@@ -118,11 +119,9 @@ def random_generators(
         _NUMPY_RNG: (lambda: np.random.get_state(legacy=False), np.random.set_state),
         RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
     }
-    if device.type == "cuda":
-        found[RNG_ITEM + "cuda"] = (
-            lambda: torch.cuda.get_rng_state(device),
-            lambda state: torch.cuda.set_rng_state(state, device),
-        )
+    generator = devices.generator_of(device)
+    if generator is not None:
+        found[RNG_ITEM + "cuda"] = generator
     return found
 
 
@@ -520,7 +519,7 @@ def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]
 def _on_device(value: Any) -> list[bool]:
     """Say of each tensor in ``value`` whether it is on an accelerator."""
     found: list[bool] = []
-    _each_tensor(value, lambda _, tensor: found.append(not tensor.is_cpu))
+    _each_tensor(value, lambda _, tensor: found.append(not devices.may_look(tensor)))
     return found
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import completed
 from lowdiff.compressors.dense import mean
+from lowdiff.core import devices
 from lowdiff.core.layout import flat
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel
@@ -83,7 +84,7 @@ class GroupHook:
                 earlier.fill_(-0.0)
         wait_for_ranks(self._state.exchange(parameters, gradients, wide).wait)
         if wide is not buffer:
-            self._narrow = None if buffer.is_cpu else buffer.detach()
+            self._narrow = None if devices.may_look(buffer) else buffer.detach()
             buffer.data = wide
 
 

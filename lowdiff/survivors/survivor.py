@@ -20,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +29,7 @@ import torch
 from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.staging import share_of_items
 from lowdiff.commit.standby import Standby
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
@@ -332,9 +332,7 @@ class Survivor:
             return True  # another survivor is at it
         try:
             # Where a collective hangs, nothing behind it on the usual stream ever runs.
-            device = self._live.attached.device
-            aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
-            with aside or nullcontext():
+            with devices.aside(self._live.attached.device):
                 size, checksum = stage_image(image, tensors(), torch.get_num_threads())
             if self._training.resting is not sealed or not self._standby.is_as_committed():
                 self._refuse("training went on while it was saved")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lowdiff.core import devices
 from lowdiff.errors import (
     DamagedFile,
     LowDiffError,
@@ -418,7 +419,7 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
         str(leg.target.folder),
     )
     trained_on = catalog.incarnations[leg.base.incarnation].environment.device
-    if (trained_on == "cpu") != (options.device.type == "cpu"):
+    if (trained_on == "cpu") != devices.may_look(options.device):
         # Another kind of processor rounds differently.
         return _Outcome(note=different, replayed=replace(replayed, compared=False))
     return _Outcome(different)
@@ -430,9 +431,7 @@ def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
         f"torch {fence.environment.torch_version} on {fence.environment.device}"
         for fence in catalog.incarnations.values()
     }
-    device = options.device
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    here = f"torch {torch.__version__} on {kind}"
+    here = f"torch {torch.__version__} on {devices.name_of(options.device)}"
     return [
         Finding(f"trained with {other}, replayed with {here}: last bits may differ")
         for other in sorted(recorded - {here})

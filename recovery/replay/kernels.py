@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowdiff.core import devices
 from lowdiff.recovery.compare import has_same_bits
 
 _Step = Callable[[torch.optim.Optimizer], object]
@@ -91,7 +92,7 @@ def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
     if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
         return bare
     parameters = _parameters(optimizer)
-    if not all(p.is_cpu for p in parameters):
+    if not all(devices.may_look(p) for p in parameters):
         return bare  # torch chooses lists by itself there
     if any(p.element_size() < _LEAST_ELEMENT_BYTES for p in parameters):
         return bare

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 
+from lowdiff.core import devices
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.types import OptimizerSpec
@@ -134,7 +135,7 @@ def refuse_broken_momentum(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOptimizer: If it does not here; nothing could replay such a step.
     """
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        trained = [p for p in group["params"] if p.requires_grad and p.is_cpu]
+        trained = [p for p in group["params"] if p.requires_grad and devices.may_look(p)]
         dtypes = {p.dtype for p in trained if p.element_size() < 4}
         if not (dtypes and group.get("fused") and group["momentum"]):
             continue
@@ -388,7 +389,7 @@ def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:
     What CUDA graphs ask for, torch refuses on a CPU, and then also ``foreach`` with a rate that is
     a tensor.
     """
-    if device.type != "cpu" or not hyper.get("capturable"):
+    if not devices.may_look(device) or not hyper.get("capturable"):
         return hyper
     return {**hyper, "capturable": False, "foreach": False}
 

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
 from lowdiff.compressors.grouped import decoding
+from lowdiff.core import devices
 from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import arithmetic_of, other_torch
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
@@ -102,7 +103,7 @@ class ReplayOptions:
     @property
     def workers(self) -> int:
         """Number of worker threads."""
-        return 1 if self.whole or self.device.type != "cpu" else self.readers
+        return 1 if self.whole or not devices.may_look(self.device) else self.readers
 
     @property
     def readers(self) -> int:
@@ -318,11 +319,11 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
     kinds = [granularity(spec) for spec in fence.optimizers]
-    default = _HOST_BLOCK_ELEMENTS if options.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    default = _HOST_BLOCK_ELEMENTS if devices.may_look(options.device) else _DEVICE_BLOCK_ELEMENTS
     cut = element_units(
         fence.layout,
         owners,
-        num_threads=fence.environment.num_threads if options.device.type == "cpu" else 1,
+        num_threads=fence.environment.num_threads if devices.may_look(options.device) else 1,
         block_elements=options.block_elements or default,
     )
     units = {

@@ -12,6 +12,7 @@ import torch
 
 from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
+from lowdiff.core import devices
 from lowdiff.core.digest import Looker, Shift, entry_digests
 from lowdiff.core.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.core.numerics import arithmetic_of
@@ -328,7 +329,7 @@ class UnitState:
                 parameter.grad = None
                 continue
             gradient = scratch.zeros(parameter, position, count)
-            if gradient.is_cpu or isinstance(call.decode, IndexedDecoder):
+            if devices.may_look(gradient) or isinstance(call.decode, IndexedDecoder):
                 call.decode(block, gradient)
             else:
                 host = torch.zeros(count, dtype=gradient.dtype, device="cpu")

@@ -1,0 +1,398 @@
+"""What a step does on an accelerator, counted without one: launches, bytes, waits of the host.
+
+    python -m benches.bench_device_ops --out DIR [--smoke]
+
+The real code trains GPT-2 small (124.4 million elements in 148 tensors, DDP's buckets of 25 MB) on a device that only
+counts (`counted_device`): attach, steps, two kinds of snapshots. What cannot run without a driver is stood in for:
+gradients lie in place, DDP is a shell with its buckets, autocast and scaler are what they leave behind (gradients in
+float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; top-k also with
+clipping, a gradient scaler, fused AdamW and two backward passes, and its hook among eight ranks.
+
+``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which two take
+a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
+link's bytes behind it: it says what a count can say, and neither what queues behind what nor what Python takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lowdiff
+from benches import ending
+from benches.counted_device import DEVICE, CountedDevice, Tally
+from benches.gpt import GPT, GPTConfig
+from benches.harness import BLUE, Result, arguments, machine, write
+from lowdiff.commit.session import Session
+from lowdiff.commit.staging import Staging
+from lowdiff.compressors import PowerSGD, TopK
+
+MODELS = {
+    "gpt2-small": GPTConfig(50257, 1024, layers=12, heads=12, width=768, dropout=0.0),
+    "tiny": GPTConfig(256, 32, layers=2, heads=2, width=64, dropout=0.0),
+}
+#: DDP's: a small first bucket, so that the exchange starts early.
+BUCKET_BYTES = (1 << 20, 25 << 20)
+#: Steps that are not counted: audits, and the first optimizer step.
+WARM_UP = 4
+#: Those that are; in a smoke run fewer, and of fewer arms.
+STEPS, SMOKE_STEPS = 17, 3
+SMOKE_ARMS = ("", "powersgd_", "survivors_", "scaled_")
+#: Of the H200 in docs/results/gpu.json.
+MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4.02e12, 55e9
+#: The usual figure for starting a kernel from eager PyTorch.
+LAUNCH_SECONDS = 6e-6
+#: Parts of lowdiff's, in the order of a step; ``user`` is what a loop does without lowdiff.
+PARTS = ("hook", "pre-hook", "post-hook", "commit", "snapshot")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train."""
+
+    options: Mapping[str, Any]
+    clips: bool = False
+    scales: bool = False
+    fused: bool = False
+    passes: int = 1
+
+
+_TOP_K: Mapping[str, Any] = {"compressor": TopK(0.01)}
+#: Prefix of figures -> arm.
+ARMS = {
+    "": Arm(_TOP_K),
+    "powersgd_": Arm({"compressor": PowerSGD(4)}),
+    "gradients_": Arm({}),
+    "survivors_": Arm({"strategy": "survivors"}),
+    "clipped_": Arm(_TOP_K, clips=True),
+    "scaled_": Arm(_TOP_K, scales=True),
+    "fused_": Arm(_TOP_K, fused=True),
+    "accumulated_": Arm(_TOP_K, passes=2),
+}
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Stands in for DDP's ``GradBucket``, which Python cannot make."""
+
+    number: int
+    is_last_one: bool
+    of: Sequence[nn.Parameter]
+    values: torch.Tensor
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    def index(self) -> int:
+        """Return its place among the buckets of a backward pass."""
+        return self.number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last of the pass."""
+        return self.is_last_one
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return whose gradients it holds."""
+        return self.of
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients, views of the buffer."""
+        return self.parts
+
+    def buffer(self) -> torch.Tensor:
+        """Return all of them, flat."""
+        return self.values
+
+
+class Shell(DistributedDataParallel):
+    """DDP without its engine, which needs a driver: the buckets, and a place for a hook.
+
+    Args:
+        module: On the counted device; its gradients become views of the buckets.
+        group: Of the ranks.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.process_group = group
+        self._comm_hooks: list[Any] = []
+        self.buckets = list(buckets_of(module))
+        self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: self.buckets)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Note the hook, as DDP does."""
+        self._comm_hooks.append((hook, state))
+
+
+def buckets_of(module: nn.Module) -> Iterator[Bucket]:
+    """Divide a model's gradients as DDP does, in the order in which a backward pass makes them."""
+    parameters = list(module.parameters())[::-1]
+    shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
+    divided, _ = dist._compute_bucket_assignment_by_size(
+        shapes, list(BUCKET_BYTES), [False] * len(shapes)
+    )
+    for number, places in enumerate(divided):
+        members = [parameters[place] for place in places]
+        values = torch.empty(sum(p.numel() for p in members), device=DEVICE)
+        sizes = [p.numel() for p in members]
+        flat = values.split(sizes)
+        gradients = [part.view(p.shape) for part, p in zip(flat, members, strict=True)]
+        for parameter, gradient in zip(members, gradients, strict=True):
+            parameter.grad = gradient
+        yield Bucket(number, number == len(divided) - 1, members, values, gradients)
+
+
+def on_device(config: GPTConfig) -> GPT:
+    """Build a model whose tensors lie on the counted device."""
+    with torch.device("meta"):
+        model = GPT(config)
+    moved: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) not in moved:
+                moved[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, device=DEVICE))
+            part.register_parameter(name, moved[id(parameter)])
+    return model
+
+
+class Scaler(torch.amp.GradScaler):
+    """A gradient scaler whose scale is on the device; torch's turns itself off without a driver."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self._lazy_init_scale_growth_tracker(DEVICE)
+
+    def get_scale(self) -> float:
+        """Return the usual scale, for which the host waits."""
+        super().get_scale()
+        return 65536.0
+
+
+@contextmanager
+def parts_named(counted: CountedDevice) -> Iterator[None]:
+    """Tally under its name what lowdiff's optimizer hooks and its snapshots do."""
+    named = {
+        (Session, "before_optimizer"): "pre-hook",
+        (Session, "after_optimizer"): "post-hook",
+        (Staging, "snapshot"): "snapshot",
+    }
+    with ExitStack() as patched:
+        for (owner, method), name in named.items():
+            real = getattr(owner, method)
+
+            def within(*args: Any, _real: Any = real, _name: str = name, **options: Any) -> Any:
+                with counted.part(_name):
+                    return _real(*args, **options)
+
+            patched.enter_context(mock.patch.object(owner, method, within))
+        yield
+
+
+def counts(arm: Arm, config: GPTConfig, steps: int, folder: Path) -> list[dict[str, Tally]]:
+    """Train; each counted step's parts."""
+    counted = CountedDevice()
+    found = []
+    with counted, parts_named(counted), ExitStack() as closing:
+        ddp = Shell(on_device(config), dist.group.WORLD)
+        way = {"fused": True} if arm.fused else {"foreach": True}
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **way)
+        checkpointer = lowdiff.Checkpointer(
+            folder / "run",
+            staging=folder / "staging",
+            snapshot_every=WARM_UP + steps // 2,
+            retention=None,
+            on_error="raise",
+            **arm.options,
+        )
+        scaler = Scaler() if arm.scales else None
+        checkpointer.attach(ddp, optimizer, **({} if scaler is None else {"scaler": scaler}))
+        closing.callback(checkpointer.close)
+        for number in range(WARM_UP + steps):
+            counted.reset()
+            train_step(counted, checkpointer, ddp, optimizer, arm, scaler)
+            if number >= WARM_UP:
+                found.append(counted.parts)
+    return found
+
+
+def train_step(
+    counted: CountedDevice,
+    checkpointer: lowdiff.Checkpointer,
+    ddp: Shell,
+    optimizer: torch.optim.Optimizer,
+    arm: Arm,
+    scaler: Scaler | None,
+) -> None:
+    """Make one step behind a forward and a backward pass that nobody computes."""
+    for _ in range(arm.passes):
+        with counted.part("hook"), torch.no_grad():  # as in a backward pass
+            for bucket in ddp.buckets:
+                checkpointer.hook_state.reduce(bucket)  # type: ignore[arg-type]
+    with counted.part("user"):
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if arm.clips:
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    with counted.part("commit"):
+        checkpointer.commit()
+
+
+def hook_of_eight(config: GPTConfig) -> Tally:
+    """Count top-k's hook in one of eight ranks, whose collectives are torch's fakes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from lowdiff.compressors.feedback import RotatingResidual
+    from lowdiff.core.layout import layout_of
+    from lowdiff.step.ddp_hook import HookState
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    counted = CountedDevice()
+    try:
+        with counted:
+            ddp = Shell(on_device(config), dist.group.WORLD)
+            layout = layout_of(ddp.module.named_parameters())
+            compressor = TopK(0.01)
+            residual = RotatingResidual.zeros(compressor.residual_layout(layout), DEVICE)
+            reducer = compressor.bind(layout, residual, dist.group.WORLD)
+            state = HookState()
+            state.open(reducer, list(ddp.module.parameters()))
+            for step in range(2):
+                counted.reset()
+                reducer.begin(step + 1)
+                with counted.part("hook"), torch.no_grad():
+                    for bucket in ddp.buckets:
+                        state.reduce(bucket)  # type: ignore[arg-type]
+                residual.settle()
+                residual.advance()
+    finally:
+        dist.destroy_process_group()
+    return counted.parts["hook"]
+
+
+def seconds(tallies: Sequence[Tally]) -> float:
+    """Predict how long parts of a step take, one behind the other."""
+    launches = sum(tally.launches for tally in tallies)
+    num_bytes = sum(tally.num_bytes for tally in tallies)
+    link = sum(tally.link_bytes for tally in tallies) / LINK_BYTES_PER_SECOND
+    return max(launches * LAUNCH_SECONDS, num_bytes / MEMORY_BYTES_PER_SECOND) + link
+
+
+def figures_of(prefix: str, steps: Sequence[Mapping[str, Tally]], elements: int) -> dict[str, Any]:
+    """Named figures of one arm; a steady step is the median one by launches."""
+
+    def own(step: Mapping[str, Tally]) -> list[Tally]:
+        return [step[name] for name in PARTS if name in step]
+
+    plain = [step for step in steps if "snapshot" not in step]
+    steady = sorted(plain, key=lambda step: sum(t.launches for t in own(step)))[
+        (len(plain) - 1) // 2
+    ]
+    hook = steady.get("hook", Tally())
+    figures: dict[str, Any] = {
+        "hook_launches": hook.launches,
+        "step_launches": sum(t.launches for t in own(steady)),
+        "hook_bytes_per_element": hook.num_bytes / elements,
+        "step_bytes_per_element": sum(t.num_bytes for t in own(steady)) / elements,
+        "hook_host_waits": sum(hook.waits.values()),
+        "host_waits": sum(sum(t.waits.values()) for t in own(steady)),
+        "predicted_hook_ms": 1e3 * seconds([hook]),
+        "predicted_step_ms": 1e3 * seconds(own(steady)),
+        "mean_launches": sum(t.launches for s in steps for t in own(s)) / len(steps),
+        "mean_host_waits": sum(sum(t.waits.values()) for s in steps for t in own(s)) / len(steps),
+        "mean_link_bytes": sum(t.link_bytes for s in steps for t in own(s)) / len(steps),
+    }
+    for name in PARTS:
+        shares = [
+            step[name] for step in (steps if name == "snapshot" else [steady]) if name in step
+        ]
+        if shares and name != "hook":
+            key = name.replace("-", "_")
+            figures[f"{key}_launches"] = sum(t.launches for t in shares) / len(shares)
+            figures[f"{key}_host_waits"] = sum(sum(t.waits.values()) for t in shares) / len(shares)
+    return {f"{prefix}{name}": value for name, value in figures.items()}
+
+
+def sample_of(steps: Sequence[Mapping[str, Tally]]) -> dict[str, Any]:
+    """What a step did in each part on average: counts, operators, and where the host waits."""
+    found: dict[str, Any] = {}
+    for name in sorted({name for step in steps for name in step}):
+        tallies = [step[name] for step in steps if name in step]
+        waits: Counter[str] = sum((t.waits for t in tallies), Counter())
+        operators: Counter[str] = sum((t.operators for t in tallies), Counter())
+        found[name or "elsewhere"] = {
+            "steps": len(tallies),
+            "launches": sum(t.launches for t in tallies) / len(tallies),
+            "bytes": sum(t.num_bytes for t in tallies) / len(tallies),
+            "link_bytes": sum(t.link_bytes for t in tallies) / len(tallies),
+            "waits": {k: v / len(tallies) for k, v in waits.most_common()},
+            "operators": {k: v / len(tallies) for k, v in operators.most_common()},
+        }
+    return found
+
+
+def draw(axes: Axes, result: Result) -> None:
+    """Launches of a steady step, by arm."""
+    bars = {key: v for key, v in result.summary.items() if key.endswith("step_launches")}
+    axes.barh(
+        [key.removesuffix("_step_launches") or "topk" for key in bars],
+        list(bars.values()),
+        color=BLUE,
+    )
+    axes.set_xlabel("launches of lowdiff's in a step")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count every arm."""
+    parser = arguments(__doc__)
+    args = parser.parse_args(argv)
+    name, count = ("tiny", SMOKE_STEPS) if args.smoke else ("gpt2-small", STEPS)
+    facts, config = machine(), MODELS[name]
+    with torch.device("meta"):
+        elements = sum(p.numel() for p in GPT(config).parameters())
+    samples: dict[str, Any] = {}
+    summary: dict[str, Any] = {"elements": elements}
+    for prefix, arm in ARMS.items():
+        if args.smoke and prefix not in SMOKE_ARMS:
+            continue
+        with tempfile.TemporaryDirectory(prefix="lowdiff-ops-") as made:
+            store = dist.FileStore(f"{made}/store", 1)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            try:
+                steps = counts(arm, config, count, Path(made))
+            finally:
+                dist.destroy_process_group()
+        samples[prefix.rstrip("_") or "topk"] = sample_of(steps)
+        summary |= figures_of(prefix, steps, elements)
+    hook = hook_of_eight(config)
+    samples["topk of eight ranks"] = sample_of([{"hook": hook}])
+    summary["eight_hook_launches"] = hook.launches
+    summary["eight_hook_host_waits"] = sum(hook.waits.values())
+    settings = {
+        "model": name,
+        "steps": count,
+        "launch_seconds": LAUNCH_SECONDS,
+        "memory_bytes_per_second": MEMORY_BYTES_PER_SECOND,
+        "link_bytes_per_second": LINK_BYTES_PER_SECOND,
+    }
+    write(Result("device_ops", settings, args.seed, facts, samples, summary), args.out, draw)
+
+
+if __name__ == "__main__":
+    ending.run(lambda: main(sys.argv[1:]))

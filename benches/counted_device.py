@@ -1,0 +1,336 @@
+"""A CUDA device that only counts: what a step would launch, move and wait for, on a machine that has none.
+
+Inside `CountedDevice` tensors on ``cuda:0`` have shapes, dtypes and places and no values, and tensors on the CPU are what
+they always are. So the real code runs, from DDP's hook to the files; operators on the device are tallied, and what the
+host would wait for is answered with a fixed value instead: numbers that ascend where positions are expected, zeros else.
+Streams, events and generators of `lowdiff.core.devices`, where alone lowdiff asks for them, are stood in for.
+
+What it cannot show: time, what queues behind what, and what only a value decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import Self
+
+from lowdiff.core import devices
+from lowdiff.persistence.format.values import _torch_types
+
+DEVICE = torch.device("cuda:0")
+ROOT = Path(__file__).parents[1]
+_aten = torch.ops.aten
+
+#: Operators that take memory and start nothing.
+_ALLOCATES = {
+    *(_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default),
+    *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten.resize_.default),
+}
+#: Operators whose first tensor is overwritten unread.
+_OVERWRITES = {
+    *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
+    *(_aten._foreach_zero_.default, _aten._foreach_copy_.default),
+}
+#: Operators that touch as many elements as they have positions, whatever the size of the rest.
+_INDEXED = {
+    *(_aten.index_select.default, _aten.index.Tensor, _aten.gather.default, _aten.take.default),
+    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default),
+    *(_aten.index_add_.default, _aten.index_put_.default, _aten.scatter_.src, _aten.scatter_.value),
+}
+#: Operators whose answer the host needs before it goes on, and the answer that it gets: nothing overflowed, all is alike.
+_ANSWERS = {
+    _aten._local_scalar_dense.default: lambda tensor: 0.0 if tensor.is_floating_point() else 1,
+    _aten.equal.default: lambda *_: True,
+}
+#: Operators the size of whose result depends on values: the host waits for it.
+_SIZED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
+#: Kernels of an operator over more elements than one block takes, else 1: digits of a radix sort or selection, each
+#: with counts and sums (ATen/native/cuda/Sort.cpp and TensorTopK.cu of torch 2.13).
+_KERNELS = {_aten.sort.default: 10, _aten.sort.stable: 10, _aten.topk.default: 12}
+_ONE_BLOCK_ELEMENTS = 4096
+
+
+@dataclass
+class Tally:
+    """What one part of a step did.
+
+    Attributes:
+        launches: Kernels and copies that were started.
+        num_bytes: Bytes of device memory that they read or write, each operand once.
+        link_bytes: Bytes that went over the link to the host or from it.
+        waits: Place in the code -> times that the host would have waited there for the device.
+        operators: Operator -> times that it was called.
+    """
+
+    launches: int = 0
+    num_bytes: int = 0
+    link_bytes: int = 0
+    waits: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+
+
+class CountedDevice(TorchDispatchMode):
+    """Counts operators on ``cuda:0`` while it is entered; for one thread.
+
+    Attributes:
+        parts: Name of a part -> its tally; what belongs to no part is under "".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, Tally] = {}
+        self._part = ""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned: set[int] = set()
+        self._entered: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            entered.enter_context(mock.patch.multiple(devices, **self._stand_ins()))
+            # Its own asks for one element after the other.
+            tolist = mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
+            entered.enter_context(tolist)
+            stored = _torch_types()
+            entered.enter_context(mock.patch.dict(stored, {FakeTensor: stored[torch.Tensor]}))
+            entered.enter_context(_WithoutDriver())
+            # Under it torch does not look for a driver when a device is named.
+            entered.enter_context(self._fake)
+            super().__enter__()
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        assert self._entered is not None
+        self._entered.close()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Tally what runs inside under a name; an inner part's is not the outer one's."""
+        before, self._part = self._part, name
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def reset(self) -> None:
+        """Begin all tallies anew."""
+        self.parts = {}
+
+    @property
+    def _tally(self) -> Tally:
+        return self.parts.setdefault(self._part, Tally())
+
+    def _stand_ins(self) -> dict[str, Any]:
+        def wait(*_: object) -> None:
+            self._wait()
+
+        state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait)
+        return {
+            "name_of": lambda _: "counted",
+            "generator_of": lambda _: (lambda: state, lambda _: None),
+            "future_on": lambda _: torch.futures.Future(),
+            "settle": wait,
+            "aside": lambda _: ExitStack(),
+            "stream_of": lambda _: stream,
+        }
+
+    def _wait(self) -> None:
+        self._tally.waits[_place()] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator: on the device as a shape, on the CPU as it is."""
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(x, FakeTensor) or _names_it(x) for x in leaves):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if func in _ANSWERS:
+            self._count(func, leaves, [])
+            self._wait()
+            return _ANSWERS[func](*args)
+        if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
+            self._to_host(args[0], is_awaited=not _flag(func, args, kwargs, "non_blocking"))
+            return args[0]
+        if func in _SIZED_BY_VALUES or _is_masked(func, args):
+            self._wait()
+            out = _all_of(func, args)
+        else:
+            with self._fake:
+                out = func(*args, **kwargs)
+        outs = tree_leaves(out)
+        self._count(func, leaves, outs)
+        if func is _aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            self._tally.link_bytes += args[0].nbytes
+            if not kwargs.get("non_blocking"):
+                self._wait()
+        return tree_map(lambda x: self._at_home(func, x, is_pinned=is_pinned), out)
+
+    def _at_home(self, func: Any, value: Any, *, is_pinned: bool) -> Any:
+        """Return a result that lies on the CPU as a tensor with values."""
+        if not isinstance(value, FakeTensor) or value.fake_device.type != "cpu":
+            return value
+        with _disable_current_modes():
+            host = torch.empty(value.shape, dtype=value.dtype)
+        if is_pinned:
+            self._pinned.add(host.untyped_storage()._cdata)
+        if func not in _ALLOCATES:
+            self._to_host(host, is_awaited=True)
+        return host
+
+    def _to_host(self, host: torch.Tensor, *, is_awaited: bool) -> None:
+        """Fill a tensor of the host as a copy from the device would."""
+        tally = self._tally
+        tally.launches += 1
+        tally.num_bytes += host.nbytes
+        tally.link_bytes += host.nbytes
+        # Into memory that is not page-locked a copy is staged, and the host waits for its end.
+        if is_awaited or host.untyped_storage()._cdata not in self._pinned:
+            self._wait()
+        with _disable_current_modes():
+            if host.dtype in (torch.int32, torch.int64):
+                flat = torch.arange(host.numel(), dtype=host.dtype)
+                host.copy_(flat.view(host.shape))
+            else:
+                host.zero_()
+
+    def _count(self, func: Any, leaves: Sequence[Any], outs: Sequence[Any]) -> None:
+        tally = self._tally
+        tally.operators[str(func)] += 1
+        if func in _ALLOCATES or _is_view(func):
+            return
+        tensors = list({id(x): x for x in leaves if isinstance(x, FakeTensor)}.values())
+        most = max((x.numel() for x in tensors), default=0)
+        tally.launches += _KERNELS.get(func, 1) if most > _ONE_BLOCK_ELEMENTS else 1
+        fresh = [x for x in outs if isinstance(x, FakeTensor) and not any(x is t for t in tensors)]
+        if func in _INDEXED:
+            count = min((x.numel() for x in (*tensors, *fresh)), default=0)
+            values = [x for x in tensors if x.dtype not in (torch.int64, torch.int32)]
+            width = max((x.element_size() for x in (*values, *fresh)), default=0)
+            tally.num_bytes += count * (8 + 2 * width)
+            return
+        read = tensors[1:] if func in _OVERWRITES else tensors
+        written = [*fresh, *(x for x in tensors if any(x is o for o in outs))]
+        tally.num_bytes += sum(x.nbytes for x in (*read, *written))
+
+
+class _WithoutDriver(TorchFunctionMode):
+    """Goes straight to the operators where torch asks for a driver before."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[0], FakeTensor) and func in _WITHOUT_DRIVER:
+            return _WITHOUT_DRIVER[func](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _part_of(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dim = 0
+    for one in keys:
+        if isinstance(one, int):
+            tensor = _aten.select.int(tensor, dim, one)
+            continue
+        if one is None:
+            tensor = _aten.unsqueeze.default(tensor, dim)
+        elif isinstance(one, slice):
+            start, stop, step = one.indices(tensor.shape[dim])
+            tensor = _aten.slice.Tensor(tensor, dim, start, stop, step)
+        elif isinstance(one, torch.Tensor):
+            tensor = _aten.index.Tensor(tensor, [None] * dim + [one])
+        else:
+            raise NotImplementedError(f"a key {one!r} of a tensor on the counted device")
+        dim += 1
+    return tensor
+
+
+def _set_part_of(tensor: torch.Tensor, key: Any, value: Any) -> None:
+    if isinstance(key, torch.Tensor):
+        is_tensor = isinstance(value, torch.Tensor)
+        values = value if is_tensor else torch.full((), value, dtype=tensor.dtype, device=DEVICE)
+        _aten.index_put_.default(tensor, [key], values)
+        return
+    part = _part_of(tensor, key)
+    _aten.copy_.default(part, value) if isinstance(value, torch.Tensor) else part.fill_(value)
+
+
+def _names_it(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor would begin: storages do not overlap."""
+    storage = tensor.untyped_storage()
+    return ((storage._cdata >> 4) << 36) + tensor.storage_offset() * tensor.element_size()
+
+
+#: What asks for a driver on its way to the operator -> what does not.
+_WITHOUT_DRIVER = {
+    torch.Tensor.__getitem__: _part_of,
+    torch.Tensor.__setitem__: _set_part_of,
+    torch.Tensor.copy_: _aten.copy_.default,
+    torch.Tensor.data_ptr: _address,
+    torch.Tensor.numpy: lambda tensor, **_: tensor.detach().cpu().numpy(),
+    torch.Tensor.__float__: lambda tensor: float(tensor.item()),
+    torch.Tensor.__int__: lambda tensor: int(tensor.item()),
+    torch.Tensor.nonzero: _aten.nonzero.default,
+    torch.nonzero: _aten.nonzero.default,
+}
+
+
+def _flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> bool:
+    """Return an argument of an operator, wherever it stands."""
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index(name)
+    return bool(args[place] if len(args) > place else kwargs.get(name, False))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at its input in another way."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _is_masked(func: Any, args: Sequence[Any]) -> bool:
+    """Whether elements are chosen by a mask, whose number of ones the host needs."""
+    return func is _aten.index.Tensor and any(
+        isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in args[1]
+    )
+
+
+def _all_of(func: Any, args: Sequence[Any]) -> Any:
+    """Return what an operator whose result's size depends on values returns if it takes all elements."""
+    tensor = args[0]
+    if func is _aten.nonzero.default:
+        return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64, device=DEVICE)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=DEVICE)
+    return (flat, flat, flat) if func is _aten._unique2.default else flat
+
+
+def _place() -> str:
+    """File and line of the product that is running, or of whatever else called an operator."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path != Path(__file__) and ".venv" not in path.parts:
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"

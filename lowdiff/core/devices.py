@@ -1,0 +1,84 @@
+"""Where tensors live, and what the host does for those that live on an accelerator.
+
+Whoever wants to know asks here and nowhere else, through the module: ``devices.may_look(tensor)``. So a count of
+what a step costs on an accelerator can put itself in this place on a machine without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+#: Reads the state of a device's random generator, and sets it.
+Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+
+
+def may_look(at: torch.Tensor | torch.device) -> bool:
+    """Whether the host may read values there: on an accelerator it would wait for all that is queued."""
+    device = at.device if isinstance(at, torch.Tensor) else at
+    return device.type == "cpu"
+
+
+def name_of(device: torch.device) -> str:
+    """What a device is called where records tell whose arithmetic they hold."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def generator_of(device: torch.device) -> Generator | None:
+    """Return what reads and sets the global random generator of a device; None of the host's, which is torch's own."""
+    if device.type != "cuda":
+        return None
+    return (
+        lambda: torch.cuda.get_rng_state(device),
+        lambda state: torch.cuda.set_rng_state(state, device),
+    )
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Any]:
+    """Return a future of something on a device.
+
+    It must know an accelerator: only then does a waiting caller also wait for work that is still queued there.
+    """
+    return torch.futures.Future(devices=None if may_look(device) else [device])
+
+
+def settle(device: torch.device) -> None:
+    """Wait until nothing is queued on a device any more, on any stream."""
+    if not may_look(device):
+        torch.accelerator.synchronize(device)
+
+
+def aside(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, what is queued on a device does not wait for what this thread queued before."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def stream_of(device: torch.device) -> torch.Stream:
+    """Return the stream on which this thread queues what it has a device do."""
+    return torch.cuda.current_stream(device)
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors on the CPU; those that lie there are the same ones.
+
+    A CUDA device copies all of them at once, into page-locked memory that PyTorch keeps for the next call: on an H200,
+    ``Tensor.cpu`` into fresh pages reached a fiftieth of the link's speed, and waits for each tensor.
+    """
+    found = []
+    streams = set()
+    for tensor in tensors:
+        tensor = tensor.detach()
+        if tensor.device.type == "cuda":
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            found.append(host.copy_(tensor, non_blocking=True))
+            streams.add(stream_of(tensor.device))
+        else:
+            found.append(tensor.cpu())
+    for stream in streams:
+        stream.synchronize()
+    return found

@@ -1,0 +1,102 @@
+"""The device that counts counts what a CUDA device would be asked for, and each wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from benches.bench_device_ops import MODELS, hook_of_eight
+from benches.counted_device import DEVICE, CountedDevice, Tally
+from lowdiff.compressors.feedback import ErrorFeedback
+from lowdiff.core import devices
+
+#: What makes the host wait for a device, by what people write.
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "float": lambda x: float(x[0]),
+    "if": lambda x: bool(x[0] > 1),
+    "cpu": lambda x: x.cpu(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(force=True),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+    "to the host": lambda x: x.to("cpu", non_blocking=True),
+    "into ordinary memory": lambda x: torch.empty(len(x)).copy_(x, non_blocking=True),
+    "from the host": lambda _: torch.ones(3).to(DEVICE),
+    "equal": lambda x: torch.equal(x, x),
+    "synchronize": lambda x: devices.settle(x.device),
+    "stream": lambda x: devices.on_host([x]),
+}
+
+
+def tally_of(work: Callable[[torch.Tensor], object], n: int = 100_000) -> Tally:
+    with CountedDevice() as counted:
+        x = torch.empty(n, device=DEVICE)
+        counted.reset()
+        with counted.part("work"):
+            work(x)
+    return counted.parts.get("work", Tally())
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_each_way_to_wait_is_one_wait_that_names_its_place(name: str) -> None:
+    waits = tally_of(WAITS[name]).waits
+    assert sum(waits.values()) == 1
+    assert all(place.startswith(("tests/benches/test_counted", "lowdiff/core")) for place in waits)
+
+
+@pytest.mark.parametrize(
+    ("work", "launches", "bytes_per_element"),
+    [
+        (lambda x: x.add_(1), 1, 8),
+        (lambda x: x + x, 1, 8),
+        (lambda x: torch.add(x, x.clone(), out=x), 2, 8 + 12),
+        (lambda x: x.zero_(), 1, 4),
+        (lambda x: x.view(10, -1)[2:4].detach().t(), 0, 0),
+        (lambda x: torch.empty_like(x), 0, 0),
+        (lambda x: x.copy_(x.half()), 2, 6 + 6),
+        (lambda x: x.index_fill_(0, torch.empty(0, dtype=torch.int64, device=DEVICE), 0), 1, 0),
+        (lambda x: torch.topk(x, 10), 12, 4),
+        (lambda x: torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, True), 1, 4),
+    ],
+)
+def test_launches_and_bytes(
+    work: Callable[[torch.Tensor], object], launches: int, bytes_per_element: float
+) -> None:
+    tally = tally_of(work)
+    assert tally.launches == launches
+    assert tally.num_bytes / 100_000 == pytest.approx(bytes_per_element, abs=0.01)
+    assert not tally.waits
+
+
+def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> None:
+    with CountedDevice():
+        x = torch.empty(5, device=DEVICE)
+        assert not devices.may_look(x)
+        assert devices.may_look(torch.ones(3))
+        assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
+        assert x.sum().item() == 0
+    assert devices.settle(torch.device("cpu")) is None
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(5, device=DEVICE).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["item", "cpu", "tolist", "numpy", "nonzero"])
+def test_a_wait_that_is_put_into_the_hook_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sum(hook_of_eight(MODELS["tiny"]).waits.values()) == 0
+    total, seen = ErrorFeedback.total, set[int]()
+
+    def waiting(self: ErrorFeedback, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
+        made = total(self, parameter, gradient)
+        seen.add(parameter)
+        if parameter == min(seen):
+            WAITS[name](made)
+        return made
+
+    monkeypatch.setattr(ErrorFeedback, "total", waiting)
+    assert sum(hook_of_eight(MODELS["tiny"]).waits.values()) == 1
