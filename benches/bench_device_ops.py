@@ -120,12 +120,13 @@ class Shell(DistributedDataParallel):
 
     Args:
         module: On the counted device; its gradients become views of the buckets.
-        group: Of the ranks.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
+        group = dist.group.WORLD
+        assert group is not None
         self.process_group = group
         self._comm_hooks: list[Any] = []
         self.buckets = list(buckets_of(module))
@@ -205,9 +206,10 @@ def counts(arm: Arm, config: GPTConfig, steps: int, folder: Path) -> list[dict[s
     counted = CountedDevice()
     found = []
     with counted, parts_named(counted), ExitStack() as closing:
-        ddp = Shell(on_device(config), dist.group.WORLD)
-        way = {"fused": True} if arm.fused else {"foreach": True}
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **way)
+        ddp = Shell(on_device(config))
+        optimizer = torch.optim.AdamW(
+            ddp.parameters(), lr=1e-4, fused=arm.fused, foreach=not arm.fused
+        )
         checkpointer = lowdiff.Checkpointer(
             folder / "run",
             staging=folder / "staging",
@@ -217,7 +219,8 @@ def counts(arm: Arm, config: GPTConfig, steps: int, folder: Path) -> list[dict[s
             **arm.options,
         )
         scaler = Scaler() if arm.scales else None
-        checkpointer.attach(ddp, optimizer, **({} if scaler is None else {"scaler": scaler}))
+        stateful: dict[str, Any] = {} if scaler is None else {"scaler": scaler}
+        checkpointer.attach(ddp, optimizer, **stateful)
         closing.callback(checkpointer.close)
         for number in range(WARM_UP + steps):
             counted.reset()
@@ -266,7 +269,7 @@ def hook_of_eight(config: GPTConfig) -> Tally:
     counted = CountedDevice()
     try:
         with counted:
-            ddp = Shell(on_device(config), dist.group.WORLD)
+            ddp = Shell(on_device(config))
             layout = layout_of(ddp.module.named_parameters())
             compressor = TopK(0.01)
             residual = RotatingResidual.zeros(compressor.residual_layout(layout), DEVICE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +89,7 @@ class CountedDevice(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parts: dict[str, Tally] = {}
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -107,12 +107,12 @@ class CountedDevice(TorchDispatchMode):
             entered.enter_context(_WithoutDriver())
             # Under it torch does not look for a driver when a device is named.
             entered.enter_context(self._fake)
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         assert self._entered is not None
         self._entered.close()
 
@@ -279,11 +279,12 @@ def _names_it(value: Any) -> bool:
 def _address(tensor: torch.Tensor) -> int:
     """Return where a tensor would begin: storages do not overlap."""
     storage = tensor.untyped_storage()
-    return ((storage._cdata >> 4) << 36) + tensor.storage_offset() * tensor.element_size()
+    address: int = ((storage._cdata >> 4) << 36) + tensor.storage_offset() * tensor.element_size()
+    return address
 
 
 #: What asks for a driver on its way to the operator -> what does not.
-_WITHOUT_DRIVER = {
+_WITHOUT_DRIVER: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _part_of,
     torch.Tensor.__setitem__: _set_part_of,
     torch.Tensor.copy_: _aten.copy_.default,
