@@ -20,7 +20,8 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test test-all test-integrations test-versions coverage soak wheel demo bench bench-peers check lint format clean
+.PHONY: test test-all test-integrations test-versions coverage soak wheel demo bench bench-peers gpu gpu-wheels \
+  check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
 test test-all test-integrations test-versions coverage soak: export OMP_WAIT_POLICY := passive
@@ -74,6 +75,22 @@ bench: .venv/installed-plot
 bench-peers: .venv/installed-plot
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 1,2
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 8
+
+# Four and a half minutes on a machine with one GPU, which needs no network: the torch of PYTHON, and for what else
+# that lacks the wheels that `make gpu-wheels` fetched on another machine. ONLY=rotation runs one part.
+gpu: $(if $(wildcard .gpu-wheels),.gpu-packages)
+	@PYTHONPATH=$(CURDIR)$(if $(wildcard .gpu-wheels),:$(CURDIR)/.gpu-packages) \
+	  $(PYTHON) -m benches.gpu --out $(RESULTS) $(if $(ONLY),--only $(ONLY))
+
+.gpu-packages: .gpu-wheels
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-index --no-deps --target $@ --upgrade .gpu-wheels/*.whl
+
+# For the Python and the system that machines are rented with; all but torch and what it brings along.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	$(PYTHON) -m pip download -q --disable-pip-version-check -d .gpu-wheels --only-binary :all: --no-deps \
+	  --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	  -r benches/gpu/requirements.txt -c constraints.txt
 
 check: lint
 	$(BIN)/mypy

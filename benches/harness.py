@@ -90,7 +90,10 @@ def save(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) -> 
         "versions": versions(),
     }
     path = out / f"{result.name}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    # Whole or not at all: a bench that adds to it may be ended at any time.
+    following = path.with_suffix(".json.new")
+    following.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    following.replace(path)
 
     def of_result(draw: Callable[[Axes, Result], None]) -> Callable[[Axes], None]:
         return lambda axes: draw(axes, result)

@@ -328,7 +328,22 @@ def of_lost_tail(found: Summary) -> str:
 
 
 def of_gpu(found: Summary) -> str:
-    """Table of ``bench_gpu``: seconds per step of GPT-2-small."""
+    """Table of ``benches.gpu``: what GPT-2 small's step takes more, as far as its parts have run."""
+    rows = {
+        "hook_over_none": "compressing with top-k 1 %, nothing kept",
+        "log_over_none": "log, top-k 1 %",
+        "log_over_hook": "log, beside the same hook",
+        "survivors_over_none": "`survivors`",
+        "powersgd_over_none": "log, `PowerSGD(4)`",
+        "gradients_over_none": "no compressor",
+        "snapshot_over_none": "a full snapshot every 50 steps",
+    }
+    shown = [[text, percent(found[key])] for key, text in rows.items() if key in found]
+    return table(["GPT-2 small", "over training without"], shown)
+
+
+def of_gpu_first(found: Summary) -> str:
+    """Table of the first bench on a GPU: seconds per step of GPT-2 small."""
     arms = {
         "none": "no checkpoints",
         "hook": "top-k 1 % in the hook, nothing kept",

@@ -17,7 +17,6 @@ FIGURES = {
     "compress": {"topk_speedup_vs_torch", "powersgd_4/stored_bytes_per_element"},
     "convergence": {"digits/dense_loss", "text/topk_1_deviations", "worst_deviation_at_tuned_rate"},
     "device_ops": {"hook_launches", "hook_host_waits", "powersgd_predicted_step_ms"},
-    "gpu": {"copy_to_host_bytes_per_second", "tiny/lowdiff_topk_over_hook"},
     "lowdiff_plus": {"overhead_upper95", "overhead_median", "restart_over_copy"},
     "overhead": {"overhead_upper95", "overhead_median"},
     "peers": {
