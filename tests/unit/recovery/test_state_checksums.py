@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,15 +56,15 @@ def live(folder: Path, until: int, written: int, **settings: Any) -> Loop:
     loop = one_weight(folder, **settings)
     loop.attach()
     for number in loop.checkpointer.steps(until):
+        if number + 1 == written and settings.get("compressor", loop) is None:
+            # The step stays in the queue, whatever the replica could have made of it.
+            testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] >= written - 1)
+            os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGSTOP)
         loop.step(number)
         if number + 1 == written:
             # Neither the parameter nor a version counter tells.
             buffer = loop.optimizer.state[loop.model.get_parameter("weight")]["momentum_buffer"]
             buffer.data[0, 0] += 1
-    if (
-        settings.get("compressor", loop) is None
-    ):  # a replica that has just begun leaves nothing in memory
-        testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] >= written - 1)
     loop.die()
     return loop
 
