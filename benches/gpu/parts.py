@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,14 @@ class Bench:
 def of_machine(bench: Bench) -> Figures:
     """Say what the machine is, and how fast it moves bytes and starts kernels."""
     try:
-        import triton
-    except ImportError:
-        found = "missing"
-    else:
-        found = str(triton.__version__)
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "missing"
     device = bench.device
     return {
         "device": devices.name_of(device),
         "cuda": str(torch.version.cuda),
-        "triton": found,
+        "triton": triton,
         **rates(device, (1 << 20) if bench.smoke else (1 << 30)),
     }
 
@@ -132,7 +131,9 @@ def of_profile(bench: Bench) -> Figures:
         kinds += [torch.profiler.ProfilerActivity.CUDA] if on_cuda else []
         with torch.profiler.profile(activities=kinds) as profile:
             seconds = arm.seconds(1)
-        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events = [
+            e for e in profile.events() if e.device_type == torch._C._autograd.DeviceType.CUDA
+        ]
         busy = sum(event.self_device_time_total for event in events)
         largest = sorted(profile.key_averages(), key=lambda e: e.self_cpu_time_total, reverse=True)
     finally:

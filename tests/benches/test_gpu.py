@@ -58,7 +58,9 @@ def test_a_part_that_fails_or_finds_no_time_is_noted_and_ends_no_other(
     def answers(name: str, args: object, seconds: float) -> str:
         return {"machine": "", "bits": "ValueError: of a part"}[name]
 
-    chosen = {name: PARTS[name] for name in ("machine", "bits")} | {"profile": (PARTS["profile"][0], 1.0)}
+    chosen = {name: PARTS[name] for name in ("machine", "bits")} | {
+        "profile": (PARTS["profile"][0], 1.0)
+    }
     monkeypatch.setattr(day, "PARTS", chosen)
     monkeypatch.setattr(day, "_error_of", answers)
     assert day.main(["--out", str(tmp_path), "--device", "cpu"]) == 1

@@ -58,7 +58,9 @@ def live(folder: Path, until: int, written: int, **settings: Any) -> Loop:
     for number in loop.checkpointer.steps(until):
         if number + 1 == written and settings.get("compressor", loop) is None:
             # The step stays in the queue, whatever the replica could have made of it.
-            testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] >= written - 1)
+            testing.wait_until(
+                loop.checkpointer, lambda stats: stats["replica_step"] >= written - 1
+            )
             os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGSTOP)
         loop.step(number)
         if number + 1 == written:
