@@ -8,7 +8,7 @@ gradients lie in place, DDP is a shell with its buckets, autocast and scaler are
 float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; top-k also with
 clipping, a gradient scaler, fused AdamW and two backward passes, and its hook among eight ranks.
 
-``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which two take
+``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which one takes
 a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
 link's bytes behind it: it says what a count can say, and neither what queues behind what nor what Python takes.
 """
@@ -51,7 +51,7 @@ WARM_UP = 4
 #: Those that are; in a smoke run fewer, and of fewer arms.
 STEPS, SMOKE_STEPS = 17, 3
 SMOKE_ARMS = ("", "powersgd_", "survivors_", "scaled_")
-#: Of the H200 in docs/results/gpu.json.
+#: Of the H200 in docs/results/gpu_first.json.
 MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4.02e12, 55e9
 #: The usual figure for starting a kernel from eager PyTorch.
 LAUNCH_SECONDS = 6e-6
@@ -227,6 +227,7 @@ def counts(arm: Arm, config: GPTConfig, steps: int, folder: Path) -> list[dict[s
             train_step(counted, checkpointer, ddp, optimizer, arm, scaler)
             if number >= WARM_UP:
                 found.append(counted.parts)
+        counted.reset()  # closing belongs to no step
     return found
 
 

@@ -11,8 +11,9 @@ What it cannot show: time, what queues behind what, and what only a value decide
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from lowdiff.core import devices
@@ -38,10 +39,10 @@ _ALLOCATES = {
     *(_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten.resize_.default),
 }
-#: Operators whose first tensor is overwritten unread.
+#: Operators that overwrite what they write, unread, as those with ``out=`` do.
 _OVERWRITES = {
     *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
-    *(_aten._foreach_zero_.default, _aten._foreach_copy_.default),
+    *(_aten._foreach_zero_.default, _aten._foreach_copy_.default, _aten.normal_.default),
 }
 #: Operators that touch as many elements as they have positions, whatever the size of the rest.
 _INDEXED = {
@@ -54,11 +55,17 @@ _ANSWERS = {
     _aten._local_scalar_dense.default: lambda tensor: 0.0 if tensor.is_floating_point() else 1,
     _aten.equal.default: lambda *_: True,
 }
+#: Operators that only look at their input in another way, though their schema does not say so.
+_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default}
 #: Operators the size of whose result depends on values: the host waits for it.
 _SIZED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
 #: Kernels of an operator over more elements than one block takes, else 1: digits of a radix sort or selection, each
 #: with counts and sums (ATen/native/cuda/Sort.cpp and TensorTopK.cu of torch 2.13).
-_KERNELS = {_aten.sort.default: 10, _aten.sort.stable: 10, _aten.topk.default: 12}
+_KERNELS = {
+    **dict.fromkeys([_aten.sort.default, _aten.sort.stable, _aten._unique2.default], 10),
+    _aten.topk.default: 12,
+    **dict.fromkeys([_aten.nonzero.default, _aten.masked_select.default], 3),
+}
 _ONE_BLOCK_ELEMENTS = 4096
 
 
@@ -137,12 +144,16 @@ class CountedDevice(TorchDispatchMode):
         def wait(*_: object) -> None:
             self._wait()
 
+        def settle(device: torch.device) -> None:
+            if not devices.may_look(device):
+                self._wait()
+
         state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait)
         return {
             "name_of": lambda _: "counted",
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
-            "settle": wait,
+            "settle": settle,
             "aside": lambda _: ExitStack(),
             "stream_of": lambda _: stream,
         }
@@ -163,46 +174,58 @@ class CountedDevice(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if func in _ANSWERS:
-            self._count(func, leaves, [])
+            self._count(func, args, kwargs, [])
             self._wait()
             return _ANSWERS[func](*args)
+        is_awaited = not _flag(func, args, kwargs, "non_blocking")
         if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
-            self._to_host(args[0], is_awaited=not _flag(func, args, kwargs, "non_blocking"))
+            self._tally.operators[str(func)] += 1
+            self._to_host(args[0], is_awaited=is_awaited or not self._is_pinned(args[0]))
             return args[0]
         if func in _SIZED_BY_VALUES or _is_masked(func, args):
             self._wait()
+        if func in _SIZED_BY_VALUES or (func is _aten.index.Tensor and _is_masked(func, args)):
             out = _all_of(func, args)
         else:
             with self._fake:
                 out = func(*args, **kwargs)
-        outs = tree_leaves(out)
-        self._count(func, leaves, outs)
-        if func is _aten._to_copy.default and not isinstance(args[0], FakeTensor):
-            self._tally.link_bytes += args[0].nbytes
-            if not kwargs.get("non_blocking"):
-                self._wait()
-        return tree_map(lambda x: self._at_home(func, x, is_pinned=is_pinned), out)
+        if isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
+            return self._at_home(func, out, is_pinned=is_pinned, is_awaited=is_awaited)
+        self._count(func, args, kwargs, tree_leaves(out))
+        if func in (_aten._to_copy.default, _aten.copy_.default):
+            source = args[1] if func is _aten.copy_.default else args[0]
+            if not isinstance(source, FakeTensor):
+                self._tally.link_bytes += source.nbytes
+                if is_awaited:
+                    self._wait()
+        return out
 
-    def _at_home(self, func: Any, value: Any, *, is_pinned: bool) -> Any:
+    def _at_home(
+        self, func: Any, value: FakeTensor, *, is_pinned: bool, is_awaited: bool
+    ) -> torch.Tensor:
         """Return a result that lies on the CPU as a tensor with values."""
-        if not isinstance(value, FakeTensor) or value.fake_device.type != "cpu":
-            return value
         with _disable_current_modes():
             host = torch.empty(value.shape, dtype=value.dtype)
-        if is_pinned:
-            self._pinned.add(host.untyped_storage()._cdata)
+        self._tally.operators[str(func)] += 1
+        # Where nobody waits for a copy, torch takes page-locked memory for it.
+        if is_pinned or not is_awaited:
+            storage = host.untyped_storage()
+            self._pinned.add(storage._cdata)
+            weakref.finalize(host, self._pinned.discard, storage._cdata)
         if func not in _ALLOCATES:
-            self._to_host(host, is_awaited=True)
+            self._to_host(host, is_awaited=is_awaited)
         return host
 
+    def _is_pinned(self, host: torch.Tensor) -> bool:
+        return host.untyped_storage()._cdata in self._pinned
+
     def _to_host(self, host: torch.Tensor, *, is_awaited: bool) -> None:
-        """Fill a tensor of the host as a copy from the device would."""
+        """Fill a tensor of the host as a copy from the device would; one into ordinary memory is always waited for."""
         tally = self._tally
         tally.launches += 1
         tally.num_bytes += host.nbytes
         tally.link_bytes += host.nbytes
-        # Into memory that is not page-locked a copy is staged, and the host waits for its end.
-        if is_awaited or host.untyped_storage()._cdata not in self._pinned:
+        if is_awaited:
             self._wait()
         with _disable_current_modes():
             if host.dtype in (torch.int32, torch.int64):
@@ -211,23 +234,25 @@ class CountedDevice(TorchDispatchMode):
             else:
                 host.zero_()
 
-    def _count(self, func: Any, leaves: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _count(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Any]
+    ) -> None:
         tally = self._tally
         tally.operators[str(func)] += 1
-        if func in _ALLOCATES or _is_view(func):
+        if func in _ALLOCATES or func in _VIEWS or _is_view(func):
             return
-        tensors = list({id(x): x for x in leaves if isinstance(x, FakeTensor)}.values())
-        most = max((x.numel() for x in tensors), default=0)
+        read, written = _operands(func, args, kwargs)
+        known = {id(x) for x in (*read, *written)}
+        written += [x for x in outs if isinstance(x, FakeTensor) and id(x) not in known]
+        most = max((x.numel() for x in (*read, *written)), default=0)
         tally.launches += _KERNELS.get(func, 1) if most > _ONE_BLOCK_ELEMENTS else 1
-        fresh = [x for x in outs if isinstance(x, FakeTensor) and not any(x is t for t in tensors)]
-        if func in _INDEXED:
-            count = min((x.numel() for x in (*tensors, *fresh)), default=0)
-            values = [x for x in tensors if x.dtype not in (torch.int64, torch.int32)]
-            width = max((x.element_size() for x in (*values, *fresh)), default=0)
+        if func in _INDEXED and not _is_masked(func, args):
+            positions = [x for x in read if x.dtype in (torch.int64, torch.int32)]
+            values = [x for x in (*written, *read) if x.dtype not in (torch.int64, torch.int32)]
+            count = max((x.numel() for x in positions), default=0)
+            width = max((x.element_size() for x in values), default=0)
             tally.num_bytes += count * (8 + 2 * width)
             return
-        read = tensors[1:] if func in _OVERWRITES else tensors
-        written = [*fresh, *(x for x in tensors if any(x is o for o in outs))]
         tally.num_bytes += sum(x.nbytes for x in (*read, *written))
 
 
@@ -297,9 +322,28 @@ _WITHOUT_DRIVER: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _operands(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[FakeTensor], list[FakeTensor]]:
+    """Return what an operator reads and what it writes, each tensor once."""
+    read: dict[int, FakeTensor] = {}
+    written: dict[int, FakeTensor] = {}
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        tensors = {id(x): x for x in tree_leaves(value) if isinstance(x, FakeTensor)}
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written |= tensors
+        if not (is_written and (func in _OVERWRITES or argument.name.startswith("out"))):
+            read |= tensors
+    return list(read.values()), list(written.values())
+
+
 def _flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> bool:
     """Return an argument of an operator, wherever it stands."""
     names = [argument.name for argument in func._schema.arguments]
+    if name not in names:
+        return False
     place = names.index(name)
     return bool(args[place] if len(args) > place else kwargs.get(name, False))
 
@@ -312,7 +356,7 @@ def _is_view(func: Any) -> bool:
 
 def _is_masked(func: Any, args: Sequence[Any]) -> bool:
     """Whether elements are chosen by a mask, whose number of ones the host needs."""
-    return func is _aten.index.Tensor and any(
+    return func in (_aten.index.Tensor, _aten.index_put_.default) and any(
         isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in args[1]
     )
 

@@ -122,13 +122,17 @@ REPORTED: dict[str, Reported] = {
             "gpu",
             "gpu",
             "a checkpoint at every step on a GPU",
-            lambda found: f"log: {tables.percent(found['log_over_none'])} more",
+            lambda found: (
+                f"log: {tables.percent(found['log_over_none'])} more"
+                if "log_over_none" in found
+                else "in parts"
+            ),
             _of_summary(tables.of_gpu),
         ),
         (
             "gpu_first",
             "gpu",
-            "the same, by an earlier bench",
+            "the same, by the bench of commit 387ee6d",
             lambda found: f"log: {tables.percent(found['gpt2-small/lowdiff_topk_over_none'])} more",
             _of_summary(tables.of_gpu_first),
         ),

@@ -9,7 +9,7 @@ the rank adds them, and an all-gather distributes the sums. Two ranks gather a s
 
 from __future__ import annotations
 
-import threading
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,8 +23,6 @@ from lowdiff.core import devices
 
 #: Up to here two ranks wait longer for a second collective than they take to add the whole.
 _SHORT_BYTES = 1 << 18
-#: How long to wait for a group's end, of which ranks that wait for this one hear at once.
-_LEAVE_SECONDS = 2.0
 
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -147,35 +145,25 @@ def own_group(
     return group
 
 
-def leave(owner: object, attribute: str) -> None:
+def leave(group: dist.ProcessGroup | None) -> None:
     """Release a group's connections and threads; groups of a destroyed world are gone already.
 
     A group of only some ranks stays until the world ends. PyTorch would reuse the group's name, a
     hash of its ranks, for the next such group, which would then look for the old group's addresses.
-
-    Args:
-        owner: Has the last reference to the group.
-        attribute: Where; it becomes None.
     """
-    if getattr(owner, attribute) is None:
-        return
-    _forget(getattr(owner, attribute))
-
-    def drop() -> None:
-        setattr(owner, attribute, None)
-
-    # With its last reference the group waits for what is under way, which a rank that hangs does not answer
-    # before the group's time limit.
-    dropping = threading.Thread(target=drop, name="lowdiff-leave", daemon=True)
-    dropping.start()
-    dropping.join(_LEAVE_SECONDS)
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
+    if group is not None and dist.is_initialized():
         with suppress(KeyError, ValueError):  # the group belonged to an earlier world
             if _is_world(group):
                 dist.destroy_process_group(group)
+
+
+def keep_for_ever(group: dist.ProcessGroup) -> None:
+    """Let a group end with the process only.
+
+    With its last reference it waits for what is under way, which a rank that hangs does not answer before the group's
+    time limit; and on a thread of its own that would be at the interpreter's end, which aborts the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

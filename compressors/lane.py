@@ -105,7 +105,8 @@ class Lane:
             self._is_closed = True
             is_idle = not self._is_running
         if is_idle and self._group is not self._training_group:
-            leave(self, "_group")
+            leave(self._group)
+            self._group = None
 
     # For jobs
 

@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ from lowdiff.recovery.replay.replayer import ReplayOptions
 ROOT = Path(__file__).parents[2]
 #: Steps between the full snapshots of which ``snapshot_over_none`` gives the mean cost.
 SNAPSHOT_EVERY = 50
+#: Arms whose steps take seconds, with what they leave to be done; they have a turn in every third round, of one step.
+SLOW = {"gradients"}
+LEAST_ROUNDS = 8
 Figures = dict[str, Any]
 
 
@@ -53,7 +57,7 @@ class Bench:
         seed: Of all that is random.
         folder: For runs.
         staging: For what lies in memory.
-        until: By when to be done, on the monotonic clock.
+        until: When it is ended, on the monotonic clock.
     """
 
     device: torch.device
@@ -78,10 +82,6 @@ class Bench:
             checkpointed(arm, run, staged, every, **CHECKPOINTED[name])
         arm.run(AUDITED_STEPS)
         return arm
-
-    def has_seconds(self, seconds: float) -> bool:
-        """Whether so much is left of the part's time."""
-        return time.monotonic() + seconds < self.until
 
 
 def of_machine(bench: Bench) -> Figures:
@@ -122,62 +122,84 @@ def of_bits(bench: Bench) -> Figures:
 
 
 def of_profile(bench: Bench) -> Figures:
-    """Take one step of the log apart: launches, busy time of the device, waits of the host."""
-    arm = bench.arm("log")
-    try:
-        waits = host_waits(arm, 4)
-        on_cuda = bench.device.type == "cuda"
+    """Take a step apart, of training alone and of the log: launches, busy time of the device, waits of the host."""
+    figures: Figures = {}
+    for name in ("none", "hook", "log"):
+        arm = bench.arm(name)
+        # The residual is copied at every sixteenth step.
+        waits = host_waits(arm, 2 if bench.smoke else 16)
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if on_cuda else []
+        if bench.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=kinds) as profile:
             seconds = arm.seconds(1)
-        events = [
-            e for e in profile.events() if e.device_type == torch._C._autograd.DeviceType.CUDA
+        on_device = [
+            event
+            for event in profile.events()
+            if event.device_type == torch._C._autograd.DeviceType.CUDA
+            # Ranges that cover kernels which are counted by themselves.
+            and not getattr(event, "is_user_annotation", False)
         ]
-        busy = sum(event.self_device_time_total for event in events)
         largest = sorted(profile.key_averages(), key=lambda e: e.self_cpu_time_total, reverse=True)
-    finally:
-        arm.close()
-    return {
-        "host_waits": sum(waits.values()),
-        "host_waits_by_place": waits,
-        "launches": len(events),
-        "busy_seconds": busy / 1e6,
-        "profiled_step_seconds": seconds,
-        "largest_on_host": {e.key: e.self_cpu_time_total / 1e6 for e in largest[:20]},
+        figures |= {
+            f"{name}_host_waits": sum(waits.values()),
+            f"{name}_waits_by_place": waits,
+            f"{name}_launches": len(on_device),
+            f"{name}_busy_seconds": sum(e.self_device_time_total for e in on_device) / 1e6,
+            f"{name}_profiled_step_seconds": seconds,
+            f"{name}_largest_on_host": {e.key: e.self_cpu_time_total / 1e6 for e in largest[:20]},
+        }
+    return figures | {
+        "host_waits": figures["log_host_waits"] - figures["none_host_waits"],
+        "hook_launches": figures["hook_launches"] - figures["none_launches"],
+        "step_launches": figures["log_launches"] - figures["none_launches"],
     }
 
 
 def of_rotation(bench: Bench) -> Figures:
     """Let all arms take turns with training alone, as often as there is time for."""
-    block, most = (1, 2) if bench.smoke else (6, 40)
-    arms = {name: bench.arm(name) for name in ARMS}
-    taken: dict[str, list[float]] = {name: [] for name in arms}
-    try:
-        started = time.monotonic()
-        for number in range(most):
-            for name in ARMS if number % 2 else ARMS[::-1]:
-                arm = arms[name]
-                taken[name].append(arm.seconds(block))
-                arm.drain()
-            each = (time.monotonic() - started) / (number + 1)
-            if not bench.has_seconds(1.5 * each + 5):
-                break
-    finally:
-        for arm in arms.values():
-            arm.close()
-    plain = taken["none"]
-    # Two halves of the baseline are compared as any arm is: what the method sees where nothing differs.
-    null = list(zip(plain[::2], plain[1::2], strict=False)) or [(1.0, 1.0)]
-    figures: Figures = {"rounds": len(plain), "block_steps": block, "seconds": taken}
+    block, most = (1, 2) if bench.smoke else (6, 60)
+    # A second one like the first: what the method sees where nothing differs.
+    arms = {"again": bench.arm("none"), **{name: bench.arm(name) for name in ARMS}}
+    taken: dict[str, list[float | None]] = {name: [] for name in arms}
+    slowest = 0.0
+    for number in range(most):
+        began = time.monotonic()
+        for name in list(arms) if number % 2 else reversed(arms):
+            if name in SLOW and number % 3:
+                taken[name].append(None)
+                continue
+            taken[name].append(arms[name].seconds(1 if name in SLOW else block))
+            arms[name].drain()
+        slowest = max(slowest, time.monotonic() - began)
+        if time.monotonic() + slowest + 2 > bench.until:
+            break
+    return {"block_steps": block, "seconds": taken, **compared(taken, bench.seed)}
+
+
+def compared(taken: Mapping[str, Sequence[float | None]], seed: int) -> Figures:
+    """Compare arms with training alone, round by round.
+
+    Args:
+        taken: Arm -> seconds of a step in each round; None where it had no turn.
+        seed: Of the bootstrap.
+    """
+    figures: Figures = {"rounds": len(taken["none"])}
+
+    def pairs(name: str, base: str) -> list[tuple[float, float]]:
+        both = zip(taken[name], taken[base], strict=True)
+        return [(arm, plain) for arm, plain in both if arm is not None and plain is not None]
+
+    null = pairs("again", "none")
     for name in ARMS:
-        figures[f"{name}_seconds"] = statistics.median(taken[name])
-    for name, base in [*((n, "none") for n in ARMS[1:]), ("log", "hook")]:
-        pairs = list(zip(taken[name], taken[base], strict=True))
-        found = overhead(pairs, null, seed=bench.seed)
+        figures[f"{name}_seconds"] = statistics.median(s for s in taken[name] if s is not None)
+    for name, base in [*((name, "none") for name in ARMS[1:]), ("log", "hook")]:
+        own = pairs(name, base)
+        found = overhead(own, null, seed=seed)
         figures[f"{name}_over_{base}"] = found.median
-        figures[f"{name}_over_{base}_upper95"] = found.upper95
-    return figures
+        if len(own) >= LEAST_ROUNDS:  # of fewer a bootstrap says nothing
+            figures[f"{name}_over_{base}_upper95"] = found.upper95
+    return figures | {"null_median": overhead(null, null, seed=seed).null_median}
 
 
 def of_kernels(bench: Bench) -> Figures:
@@ -210,55 +232,60 @@ def of_kernels(bench: Bench) -> Figures:
 
 
 def of_snapshot(bench: Bench) -> Figures:
-    """Compare the steps around full snapshots with training alone."""
-    every = 3 if bench.smoke else 8
+    """Compare steps with a full snapshot, each taken when the one before is durable, with those without."""
+    every, count = (3, 2) if bench.smoke else (4, 4)
     plain, arm = bench.arm("none"), bench.arm("log", every)
-    try:
-        usual = statistics.median(plain.seconds(1) for _ in range(3 if bench.smoke else 10))
-        single: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(2 * every):
-            seconds = arm.seconds(1)
-            single[arm.done % every == 0].append(seconds)
-        extra = max(single[True]) - statistics.median(single[False])
-    finally:
-        arm.close()
+    usual = [plain.seconds(1) for _ in range(3 if bench.smoke else 10)]
+    single: dict[bool, list[float]] = {True: [], False: []}
+    while len(single[True]) < count and (time.monotonic() + 8 < bench.until or not single[True]):
+        arm.drain()
+        seconds = arm.seconds(1)
+        single[arm.done % every == 0].append(seconds)
+    extra = statistics.median(single[True]) - statistics.median(single[False])
     return {
         "snapshot_seconds": extra,
-        "snapshot_over_none": extra / SNAPSHOT_EVERY / usual,
+        "snapshot_over_none": extra / SNAPSHOT_EVERY / statistics.median(usual),
         "steps_with_one": single[True],
         "steps_without": single[False],
     }
 
 
 def of_recovery(bench: Bench) -> Figures:
-    """Kill a training, recover its bits, and time the replay against loading a snapshot."""
-    steps = 4 if bench.smoke else 100
+    """Kill a training, recover its bits, and time a replay against loading a snapshot."""
+    every, more = (4, 2) if bench.smoke else (101, 9)
     run, staged = bench.folder / "killed" / "run", bench.staging / "killed"
-    words = [run, staged, bench.device, bench.model, bench.seed, steps]
+    words = [run, staged, bench.device, bench.model, bench.seed, every + more, every]
     command = [sys.executable, "-m", "benches.gpu.killed", *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if ended.returncode != -9:
         raise AssertionError(f"the training was to be killed, and ended so: {ended.stderr[-2000:]}")
-    seconds = {}
-    for step in (0, steps):
-        started = time.perf_counter()
-        state = lowdiff.recover(run, step, staging=staged, device=bench.device)
-        devices.settle(bench.device)
-        seconds[step] = time.perf_counter() - started
-    weights = state.model_state_dict()
+    recover = partial(lowdiff.recover, run, staging=staged, device=bench.device)
+    newest = recover()
+    tensors = dict(newest.model_state_dict())
     with torch.device("meta"):
         names = [name for name, _ in GPT(MODELS[bench.model][0]).named_parameters()]
+    kept = {name: tensors[name] for name in names}
+    for name in names:
+        state = newest.optimizers[0].state[name]
+        kept |= {f"{name}/{key}": state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")}
     expected = (run.parent / "digest").read_text(encoding="utf-8")
-    is_same = digest({name: weights[name] for name in names}) == expected
+    if newest.step != every + more or digest(kept) != expected:
+        raise AssertionError(f"other bits came back at step {newest.step}")
+    seconds = {}
+    for step in (every, every - 1):  # a snapshot; all differentials since the first one
+        started = time.perf_counter()
+        recover(step)
+        devices.settle(bench.device)
+        seconds[step] = time.perf_counter() - started
     report = verify(run, staged, options=ReplayOptions(device=bench.device))
-    if not (is_same and report.ok):
-        raise AssertionError(f"other bits came back: {is_same=}, {report.failures}")
+    if not (report.ok and any(replay.compared for replay in report.replays)):
+        raise AssertionError(f"a replay does not meet the snapshot behind it: {report.failures}")
     return {
         "bit_identical": True,
-        "steps": steps,
-        "load_seconds": seconds[0],
-        "recover_seconds": seconds[steps],
-        "recovery_over_load": seconds[steps] / seconds[0],
+        "steps": every - 1,
+        "load_seconds": seconds[every],
+        "recover_seconds": seconds[every - 1],
+        "recovery_over_load": seconds[every - 1] / seconds[every],
     }
 
 
@@ -276,11 +303,18 @@ def of_tests(bench: Bench) -> Figures:
     ended = subprocess.run(
         command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=left
     )
-    last = (ended.stdout.strip().splitlines() or [ended.stderr[-300:]])[-1]
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
-    if ended.returncode not in (0, 5) or counts.get("failed"):
-        raise AssertionError(f"{last}\n{ended.stdout[-4000:]}")
-    return {word: counts.get(word, 0) for word in ("passed", "failed", "skipped")}
+    print(ended.stdout[-8000:], ended.stderr[-2000:], flush=True)
+    counts = counts_in(ended.stdout)
+    if ended.returncode not in (0, 5) or (bench.device.type == "cuda" and not counts["passed"]):
+        raise AssertionError(f"exit status {ended.returncode}: {counts}")
+    return dict(counts)
+
+
+def counts_in(output: str) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, from what pytest prints last."""
+    last = (output.strip().splitlines() or [""])[-1]
+    found = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
+    return {word: found.get(word, 0) for word in ("passed", "failed", "skipped")}
 
 
 #: Part -> what it does, and after how many seconds it is ended; the most important first.
@@ -300,7 +334,7 @@ SUMMARY = {
     **dict.fromkeys(["log_over_hook", "none_seconds"], "rotation"),
     "snapshot_over_none": "snapshot",
     "host_waits": "profile",
-    "launches": "profile",
+    **dict.fromkeys(["hook_launches", "step_launches"], "profile"),
     "recovery_over_load": "recovery",
     "bit_identical": "recovery",
 }

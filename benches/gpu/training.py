@@ -53,7 +53,6 @@ class Arm:
         before: Called before each step.
         after: Called behind it.
         drain: Waits for what steps left to be done in the background.
-        close: Called once it trains no more.
     """
 
     device: torch.device
@@ -63,7 +62,6 @@ class Arm:
     before: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
     drain: Callable[[], object] = lambda: None
-    close: Callable[[], object] = lambda: None
     done: int = 0
     ddp: DistributedDataParallel = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -131,15 +129,21 @@ def checkpointed(arm: Arm, folder: Path, staging: Path, every: int, **options: A
         **options,
     )
 
+    is_log = "compressor" in options
+
     def drain() -> None:
         until = time.monotonic() + 60
-        while (stats := checkpointer.stats()).get("replica_lag_steps", 0) > 1:
+        while True:
+            stats = checkpointer.stats()
+            behind = arm.done - stats["durable_step"] if is_log else 0
+            if behind <= 0 and stats.get("replica_lag_steps", 0) <= 1:
+                return
             if time.monotonic() > until:
-                raise TimeoutError(f"the replica is still behind after a minute: {stats}")
+                raise TimeoutError(f"the writer or the replica is behind after a minute: {stats}")
             time.sleep(0.005)
 
     checkpointer.attach(arm.ddp, arm.optimizer)
-    arm.after, arm.drain, arm.close = checkpointer.commit, drain, checkpointer.close
+    arm.after, arm.drain = checkpointer.commit, drain
 
 
 def host_waits(arm: Arm, steps: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,9 @@ from lowdiff.core.events import Code
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import RankLost, RanksDiverged, UsageError
 from lowdiff.model.ranks import Ranks
+
+#: How long a rank that ends waits for the others' last news.
+_CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,19 @@ class News:
             return None
         return tuple(_news(words.tolist()) for words in all_words)
 
-    def close(self) -> None:
-        """Let go of the group: it ends, and others hear of that, once nothing holds it."""
-        self._group = self._coming = None
+    def close(self) -> bool:
+        """Let go of the group: it ends, and others hear of that, once nothing holds it.
+
+        Returns:
+            Whether all ranks have answered what was told, or failed.
+        """
+        coming, self._group, self._coming = self._coming, None, None
+        if coming is None:
+            return True
+        work, _ = coming
+        with suppress(RuntimeError):  # a rank that is only slow answers soon
+            wait_for_ranks(work.wait, timedelta(seconds=_CLOSE_SECONDS))
+        return bool(work.is_completed())
 
     def _refuse_others(self, heard: Sequence[RankNews]) -> None:
         assert self._told is not None
@@ -264,6 +278,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, lock: RunLock, health: Health) -> None:
         self.health = health
+        self._ranks = ranks
         self.is_alone = ranks.world_size == 1
         self._heard: tuple[RankNews, ...] | None = None
         #: Of the step before.
@@ -305,7 +320,8 @@ class Agreement:
 
     def close(self) -> None:
         """Tell and hear no more."""
-        self._news.close()
+        if not self._news.close():
+            self._ranks.abandon()
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[tuple[RankNews, ...], bool]:
         """Wait, once, for what all ranks said.

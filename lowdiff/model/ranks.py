@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.collectives import leave, own_group, timeout_of
+from lowdiff.compressors.collectives import keep_for_ever, leave, own_group, timeout_of
 from lowdiff.core.layout import dtype_name
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, StorageError
@@ -236,9 +236,15 @@ class Ranks:
         assert work is not None
         return work
 
+    def abandon(self) -> None:
+        """Prepare to leave the group while a rank does not answer what is under way in it."""
+        if self.group is not None:
+            keep_for_ever(self.group)
+
     def close(self) -> None:
         """Leave the group."""
-        leave(self, "group")
+        leave(self.group)
+        self.group = None
 
 
 def _read(path: Path, start: int, piece: torch.Tensor) -> None:

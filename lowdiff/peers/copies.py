@@ -253,4 +253,4 @@ class Copies:
             receiver.close()
         for ward in self.wards:
             ward.close(removes=removes)
-        leave(self, "_group")
+        leave(self._group)

@@ -97,7 +97,7 @@ def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: 
 @pytest.mark.launch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", ["single_process", "ddp_cnn", "gan", "hsdp_topk", "ppo", "from_torch_save"]
+    "name", ["ddp_cnn", "single_process", "gan", "hsdp_topk", "ppo", "from_torch_save"]
 )
 def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name: str) -> None:
     whole = output_of(tmp_path, name, "whole")

@@ -84,7 +84,7 @@ def train(words: tuple[str, ...]) -> int:
             began = time.monotonic()
             with contextlib.suppress(lowdiff.LowDiffError):
                 checkpointer.close()
-            sys.stdout.write(f"closed: {time.monotonic() - began < 30}\n")
+            sys.stdout.write(f"closed: {time.monotonic() - began < 20}\n")
             return 3
         optimizer.step()
         if step + 1 == args.stop_at:
