@@ -110,7 +110,8 @@ def test_a_bench_runs_and_writes_what_others_read(name: str, tmp_path: Path) -> 
     result_name = RESULTS.get(name, name)
     record = json.loads((tmp_path / f"{result_name}.json").read_text())
     assert record.keys() == KEYS
-    assert record["summary"]["bit_identical"] is True
+    # A count has no values, and so nothing to compare.
+    assert record["summary"].get("bit_identical", name == "device_ops") is True
     assert FIGURES[name] <= record["summary"].keys()
     assert (tmp_path / f"{result_name}.png").read_bytes().startswith(b"\x89PNG")
     left = {path.name for path in tmp_path.iterdir()}
