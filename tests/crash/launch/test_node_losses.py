@@ -28,7 +28,7 @@ def test_no_replicated_step_is_lost_with_a_node(tmp_path: Path, strategy: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.turns(5)
+@pytest.mark.turns(3)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("strategy", "size", "copies"),
