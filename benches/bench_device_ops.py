@@ -3,7 +3,7 @@
     python -m benches.bench_device_ops --out DIR [--smoke]
 
 The real code trains GPT-2 small (124.4 million elements in 148 tensors, DDP's buckets of 25 MB) on a device that only
-counts (`counted_device`): attach, steps, two kinds of snapshots. What cannot run without a driver is stood in for:
+counts (`counted_device`): attach, steps, a snapshot. What cannot run without a driver is stood in for:
 gradients lie in place, DDP is a shell with its buckets, autocast and scaler are what they leave behind (gradients in
 float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; top-k also with
 clipping, a gradient scaler, fused AdamW and two backward passes, and its hook among eight ranks.
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,15 +34,14 @@ import lowdiff
 from benches import ending
 from benches.counted_device import DEVICE, CountedDevice, Tally
 from benches.gpt import GPT, GPTConfig
+from benches.gpu.training import MODELS
 from benches.harness import BLUE, Result, arguments, machine, write
+from benches.hooked import Hooked
 from lowdiff.commit.session import Session
 from lowdiff.commit.staging import Staging
 from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.step.ddp_hook import HookState
 
-MODELS = {
-    "gpt2-small": GPTConfig(50257, 1024, layers=12, heads=12, width=768, dropout=0.0),
-    "tiny": GPTConfig(256, 32, layers=2, heads=2, width=64, dropout=0.0),
-}
 #: DDP's: a small first bucket, so that the exchange starts early.
 BUCKET_BYTES = (1 << 20, 25 << 20)
 #: Steps that are not counted: audits, and the first optimizer step.
@@ -135,6 +133,12 @@ class Shell(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Note the hook, as DDP does."""
         self._comm_hooks.append((hook, state))
+
+    def reduce(self, state: HookState, counted: CountedDevice) -> None:
+        """Call the hook for all buckets of a backward pass, under the name of its part."""
+        with counted.part("hook"), torch.no_grad():  # as in a backward pass
+            for bucket in self.buckets:
+                state.reduce(bucket)  # type: ignore[arg-type]
 
 
 def buckets_of(module: nn.Module) -> Iterator[Bucket]:
@@ -241,9 +245,7 @@ def train_step(
 ) -> None:
     """Make one step behind a forward and a backward pass that nobody computes."""
     for _ in range(arm.passes):
-        with counted.part("hook"), torch.no_grad():  # as in a backward pass
-            for bucket in ddp.buckets:
-                checkpointer.hook_state.reduce(bucket)  # type: ignore[arg-type]
+        ddp.reduce(checkpointer.hook_state, counted)
     with counted.part("user"):
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -262,91 +264,84 @@ def hook_of_eight(config: GPTConfig) -> Tally:
     """Count top-k's hook in one of eight ranks, whose collectives are torch's fakes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from lowdiff.compressors.feedback import RotatingResidual
-    from lowdiff.core.layout import layout_of
-    from lowdiff.step.ddp_hook import HookState
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     counted = CountedDevice()
     try:
         with counted:
             ddp = Shell(on_device(config))
-            layout = layout_of(ddp.module.named_parameters())
-            compressor = TopK(0.01)
-            residual = RotatingResidual.zeros(compressor.residual_layout(layout), DEVICE)
-            reducer = compressor.bind(layout, residual, dist.group.WORLD)
-            state = HookState()
-            state.open(reducer, list(ddp.module.parameters()))
-            for step in range(2):
+            hooked = Hooked(ddp, TopK(0.01))
+            for _ in range(2):
                 counted.reset()
-                reducer.begin(step + 1)
-                with counted.part("hook"), torch.no_grad():
-                    for bucket in ddp.buckets:
-                        state.reduce(bucket)  # type: ignore[arg-type]
-                residual.settle()
-                residual.advance()
+                ddp.reduce(hooked.state, counted)
+                hooked.end_step()
     finally:
         dist.destroy_process_group()
     return counted.parts["hook"]
 
 
-def seconds(tallies: Sequence[Tally]) -> float:
-    """Predict how long parts of a step take, one behind the other."""
-    launches = sum(tally.launches for tally in tallies)
-    num_bytes = sum(tally.num_bytes for tally in tallies)
-    link = sum(tally.link_bytes for tally in tallies) / LINK_BYTES_PER_SECOND
-    return max(launches * LAUNCH_SECONDS, num_bytes / MEMORY_BYTES_PER_SECOND) + link
+def total(tallies: Iterable[Tally]) -> Tally:
+    """Add tallies up."""
+    found = Tally()
+    for tally in tallies:
+        found.launches += tally.launches
+        found.num_bytes += tally.num_bytes
+        found.link_bytes += tally.link_bytes
+        found.waits += tally.waits
+        found.operators += tally.operators
+    return found
+
+
+def seconds(tally: Tally) -> float:
+    """Predict how long it takes."""
+    on_device = tally.num_bytes / MEMORY_BYTES_PER_SECOND
+    link = tally.link_bytes / LINK_BYTES_PER_SECOND
+    return max(tally.launches * LAUNCH_SECONDS, on_device) + link
 
 
 def figures_of(prefix: str, steps: Sequence[Mapping[str, Tally]], elements: int) -> dict[str, Any]:
     """Named figures of one arm; a steady step is the median one by launches."""
 
-    def own(step: Mapping[str, Tally]) -> list[Tally]:
-        return [step[name] for name in PARTS if name in step]
+    def own(step: Mapping[str, Tally]) -> Tally:
+        return total(step[name] for name in PARTS if name in step)
 
-    plain = [step for step in steps if "snapshot" not in step]
-    steady = sorted(plain, key=lambda step: sum(t.launches for t in own(step)))[
-        (len(plain) - 1) // 2
-    ]
-    hook = steady.get("hook", Tally())
+    plain = sorted((s for s in steps if "snapshot" not in s), key=lambda s: own(s).launches)
+    steady = plain[(len(plain) - 1) // 2]
+    hook, step, every = steady.get("hook", Tally()), own(steady), total(map(own, steps))
     figures: dict[str, Any] = {
         "hook_launches": hook.launches,
-        "step_launches": sum(t.launches for t in own(steady)),
+        "step_launches": step.launches,
         "hook_bytes_per_element": hook.num_bytes / elements,
-        "step_bytes_per_element": sum(t.num_bytes for t in own(steady)) / elements,
-        "hook_host_waits": sum(hook.waits.values()),
-        "host_waits": sum(sum(t.waits.values()) for t in own(steady)),
-        "predicted_hook_ms": 1e3 * seconds([hook]),
-        "predicted_step_ms": 1e3 * seconds(own(steady)),
-        "mean_launches": sum(t.launches for s in steps for t in own(s)) / len(steps),
-        "mean_host_waits": sum(sum(t.waits.values()) for s in steps for t in own(s)) / len(steps),
-        "mean_link_bytes": sum(t.link_bytes for s in steps for t in own(s)) / len(steps),
+        "step_bytes_per_element": step.num_bytes / elements,
+        "hook_host_waits": hook.waits.total(),
+        "host_waits": step.waits.total(),
+        "predicted_hook_ms": 1e3 * seconds(hook),
+        "predicted_step_ms": 1e3 * seconds(step),
+        "mean_launches": every.launches / len(steps),
+        "mean_host_waits": every.waits.total() / len(steps),
+        "mean_link_bytes": every.link_bytes / len(steps),
     }
-    for name in PARTS:
-        shares = [
-            step[name] for step in (steps if name == "snapshot" else [steady]) if name in step
-        ]
-        if shares and name != "hook":
-            key = name.replace("-", "_")
-            figures[f"{key}_launches"] = sum(t.launches for t in shares) / len(shares)
-            figures[f"{key}_host_waits"] = sum(sum(t.waits.values()) for t in shares) / len(shares)
+    for name in PARTS[1:]:
+        among = steps if name == "snapshot" else [steady]
+        if shares := [one[name] for one in among if name in one]:
+            key, part = name.replace("-", "_"), total(shares)
+            figures[f"{key}_launches"] = part.launches / len(shares)
+            figures[f"{key}_host_waits"] = part.waits.total() / len(shares)
     return {f"{prefix}{name}": value for name, value in figures.items()}
 
 
 def sample_of(steps: Sequence[Mapping[str, Tally]]) -> dict[str, Any]:
-    """What a step did in each part on average: counts, operators, and where the host waits."""
+    """Describe what a step did in each part on average: counts, operators, and where the host waits."""
     found: dict[str, Any] = {}
     for name in sorted({name for step in steps for name in step}):
         tallies = [step[name] for step in steps if name in step]
-        waits: Counter[str] = sum((t.waits for t in tallies), Counter())
-        operators: Counter[str] = sum((t.operators for t in tallies), Counter())
+        count, part = len(tallies), total(tallies)
         found[name or "elsewhere"] = {
-            "steps": len(tallies),
-            "launches": sum(t.launches for t in tallies) / len(tallies),
-            "bytes": sum(t.num_bytes for t in tallies) / len(tallies),
-            "link_bytes": sum(t.link_bytes for t in tallies) / len(tallies),
-            "waits": {k: v / len(tallies) for k, v in waits.most_common()},
-            "operators": {k: v / len(tallies) for k, v in operators.most_common()},
+            "steps": count,
+            "launches": part.launches / count,
+            "bytes": part.num_bytes / count,
+            "link_bytes": part.link_bytes / count,
+            "waits": {k: v / count for k, v in part.waits.most_common()},
+            "operators": {k: v / count for k, v in part.operators.most_common()},
         }
     return found
 
@@ -367,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     args = parser.parse_args(argv)
     name, count = ("tiny", SMOKE_STEPS) if args.smoke else ("gpt2-small", STEPS)
-    facts, config = machine(), MODELS[name]
+    facts, (config, _) = machine(), MODELS[name]
     with torch.device("meta"):
         elements = sum(p.numel() for p in GPT(config).parameters())
     samples: dict[str, Any] = {}
@@ -387,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hook = hook_of_eight(config)
     samples["topk of eight ranks"] = sample_of([{"hook": hook}])
     summary["eight_hook_launches"] = hook.launches
-    summary["eight_hook_host_waits"] = sum(hook.waits.values())
+    summary["eight_hook_host_waits"] = hook.waits.total()
     settings = {
         "model": name,
         "steps": count,

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class CountedDevice(TorchDispatchMode):
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
             "settle": settle,
-            "aside": lambda _: ExitStack(),
+            "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }
 

@@ -23,18 +23,26 @@ from lowdiff.types import Layout, Payload
 
 
 class Hooked:
-    """A DDP model whose gradients pass through a compressor, as a session would drive it."""
+    """A DDP model whose gradients pass through a compressor, as a session would drive it.
+
+    Args:
+        model: The model, or one that is in DDP already.
+        compressor: Compresses its gradients.
+        bucket_mb: Of a DDP that is made.
+    """
 
     def __init__(self, model: nn.Module, compressor: Compressor, *, bucket_mb: int = 25) -> None:
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
-        self.layout: Layout = layout_of(model.named_parameters())
-        self._parameters = list(model.parameters())
+        if not isinstance(model, DistributedDataParallel):
+            model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+        self.ddp = model
+        self.layout: Layout = layout_of(self.ddp.module.named_parameters())
+        self._parameters = list(self.ddp.module.parameters())
         kept = compressor.residual_layout(self.layout)
-        self._residual = RotatingResidual.zeros(kept, torch.device("cpu"))
+        self._residual = RotatingResidual.zeros(kept, self._parameters[0].device)
         self.reducer = compressor.bind(self.layout, self._residual, self.ddp.process_group)
-        state = HookState()
-        state.open(self.reducer, self._parameters)
-        self.ddp.register_comm_hook(state, lowdiff.comm_hook)
+        self.state = HookState()
+        self.state.open(self.reducer, self._parameters)
+        self.ddp.register_comm_hook(self.state, lowdiff.comm_hook)
         self._step = 0
         self.begin()
 

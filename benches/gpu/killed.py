@@ -5,25 +5,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from benches.gpu.training import CHECKPOINTED, MODELS, Arm, alone, checkpointed
+from benches.replay_arms import digest
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return a digest of the bits of tensors, by name."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(name.encode())
-        host = tensors[name].detach().cpu().contiguous()
-        found.update(host.view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def digest_of(
+    parameters: Mapping[str, torch.Tensor], states: Mapping[str, Mapping[str, torch.Tensor]]
+) -> str:
+    """Return a digest of the bits of parameters and of what the optimizer keeps of each, wherever they lie."""
+    return digest(
+        (name, values.detach().cpu(), {key: own.cpu() for key, own in states[name].items()})
+        for name, values in parameters.items()
+    )
 
 
 def main(words: list[str]) -> None:
@@ -35,12 +36,9 @@ def main(words: list[str]) -> None:
         arm = Arm(torch.device(device), *MODELS[model], int(seed))
         checkpointed(arm, folder, Path(staging), int(every), **CHECKPOINTED["log"])
         arm.run(int(steps))
-        named: dict[str, torch.Tensor] = dict(arm.ddp.module.named_parameters())
-        # Moments too, under the parameter's name.
-        for name, parameter in arm.ddp.module.named_parameters():
-            state = arm.optimizer.state[parameter]
-            named |= {f"{name}/{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
-        folder.with_name("digest").write_text(digest(named), encoding="utf-8")
+        named = dict(arm.ddp.module.named_parameters())
+        states = {name: arm.optimizer.state[parameter] for name, parameter in named.items()}
+        folder.with_name("digest").write_text(digest_of(named, states), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -18,21 +18,23 @@ import torch
 
 import lowdiff
 from benches.gpt import GPT
-from benches.gpu.killed import digest
+from benches.gpu.killed import digest_of
 from benches.gpu.training import (
     ARMS,
     AUDITED_STEPS,
     CHECKPOINTED,
+    DENSITY,
     MODELS,
     NEVER,
     Arm,
     best_of,
     checkpointed,
-    hooked,
     host_waits,
     rates,
 )
 from benches.harness import overhead
+from benches.hooked import Hooked
+from lowdiff.compressors import TopK
 from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core import devices
 from lowdiff.recovery.inspect.verify import verify
@@ -76,7 +78,7 @@ class Bench:
         """Build an arm, with all that happens in its first steps behind it."""
         arm = Arm(self.device, *MODELS[self.model], self.seed)
         if name == "hook":
-            hooked(arm)
+            arm.after = Hooked(arm.ddp, TopK(DENSITY)).end_step
         elif name != "none":
             run, staged = self.folder / name, self.staging / name
             checkpointed(arm, run, staged, every, **CHECKPOINTED[name])
@@ -261,15 +263,9 @@ def of_recovery(bench: Bench) -> Figures:
         raise AssertionError(f"the training was to be killed, and ended so: {ended.stderr[-2000:]}")
     recover = partial(lowdiff.recover, run, staging=staged, device=bench.device)
     newest = recover()
-    tensors = dict(newest.model_state_dict())
-    with torch.device("meta"):
-        names = [name for name, _ in GPT(MODELS[bench.model][0]).named_parameters()]
-    kept = {name: tensors[name] for name in names}
-    for name in names:
-        state = newest.optimizers[0].state[name]
-        kept |= {f"{name}/{key}": state[key].view(-1) for key in ("exp_avg", "exp_avg_sq")}
+    found = digest_of(newest.parameters, newest.optimizers[0].state)
     expected = (run.parent / "digest").read_text(encoding="utf-8")
-    if newest.step != every + more or digest(kept) != expected:
+    if newest.step != every + more or found != expected:
         raise AssertionError(f"other bits came back at step {newest.step}")
     seconds = {}
     for step in (every, every - 1):  # a snapshot; all differentials since the first one

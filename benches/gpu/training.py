@@ -19,10 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from benches.gpt import GPT, GPTConfig
 from lowdiff.compressors import PowerSGD, TopK
-from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core import devices
-from lowdiff.core.layout import layout_of
-from lowdiff.step.ddp_hook import HookState, comm_hook
 
 #: Each with its batch.
 MODELS = {
@@ -50,8 +47,7 @@ class Arm:
     """One training: the model in DDP, its optimizer, and what is called around a step.
 
     Attributes:
-        before: Called before each step.
-        after: Called behind it.
+        after: Called behind each step.
         drain: Waits for what steps left to be done in the background.
     """
 
@@ -59,7 +55,6 @@ class Arm:
     config: GPTConfig
     batch: int
     seed: int
-    before: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
     drain: Callable[[], object] = lambda: None
     done: int = 0
@@ -78,7 +73,6 @@ class Arm:
     def run(self, steps: int) -> None:
         """Make training steps; the host does not wait for them."""
         for _ in range(steps):
-            self.before()
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss = self.ddp(self._inputs, self._targets)
             self.optimizer.zero_grad()
@@ -99,23 +93,6 @@ class Arm:
     def elements(self) -> int:
         """Trained elements."""
         return sum(p.numel() for p in self.ddp.parameters())
-
-
-def hooked(arm: Arm) -> None:
-    """Compress as lowdiff does, and keep nothing."""
-    layout = layout_of(arm.ddp.module.named_parameters())
-    compressor = TopK(DENSITY)
-    residual = RotatingResidual.zeros(compressor.residual_layout(layout), arm.device)
-    reducer = compressor.bind(layout, residual, arm.ddp.process_group)
-    state = HookState()
-    state.open(reducer, list(arm.ddp.module.parameters()))
-    arm.ddp.register_comm_hook(state, comm_hook)
-
-    def after() -> None:
-        residual.settle()
-        residual.advance()
-
-    arm.before, arm.after = lambda: reducer.begin(arm.done + 1), after
 
 
 def checkpointed(arm: Arm, folder: Path, staging: Path, every: int, **options: Any) -> None:

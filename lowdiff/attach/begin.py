@@ -30,7 +30,6 @@ from lowdiff.commit.storage import Storage
 from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer
-from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.model.averages import Averages
 from lowdiff.model.binding import Attached
@@ -341,7 +340,7 @@ def _queue(
     log = _log(folder, fence, memory)
     if settings.logs_steps:
         return LogQueue(log, Storage(folder, writer, None, settings, rank, world_size, publisher))
-    makes_images = devices.may_look(live.attached.device)
+    makes_images = live.attached.is_on_host
     replica = _replica(settings, live, log, makes_images=makes_images)
     undo.callback(replica.stop)
     storage = Storage(folder, writer, replica, settings, rank, world_size, publisher)
@@ -425,7 +424,7 @@ def _residual(
     kept = settings.compressor.residual_layout(attached.exchanged)
     if not kept.parameters or settings.residual == "snapshot":
         return RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
-    if devices.may_look(attached.device):
+    if attached.is_on_host:
         return StagedResidual(folder.residual, kept, scaling.loss_scale)
     return CopiedResidual(folder.residual, kept, attached.device, scaling.loss_scale)
 

@@ -26,7 +26,6 @@ from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging import constant_images
 from lowdiff.commit.standby import Node
 from lowdiff.compressors import refuse_unknown
-from lowdiff.core import devices
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
 from lowdiff.model.averages import followed_names
@@ -167,7 +166,7 @@ def open_session(
                     "error feedback of this model; leave it out, and a node may be lost all the same"
                 )
             _refuse_registered(settings, attached, ranks.world_size)
-            if settings.has_several_steps and not devices.may_look(attached.device):
+            if settings.has_several_steps and not attached.is_on_host:
                 raise ConfigError(
                     'optimizer_steps="any" works on CPUs only so far, and the model is on '
                     f"{attached.device}: call commit() after each optimizer.step()"

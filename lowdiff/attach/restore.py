@@ -128,9 +128,7 @@ def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
 
     Most loops let go of them before the first backward pass.
     """
-    is_plain = (
-        devices.may_look(parameter.device) and is_dense(parameter) and not is_sharded(parameter)
-    )
+    is_plain = devices.may_look(parameter) and is_dense(parameter) and not is_sharded(parameter)
     if not (is_plain and parameter.numel()):
         return torch.zeros_like(parameter)
     zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)

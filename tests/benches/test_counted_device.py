@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benches.bench_device_ops import MODELS, hook_of_eight
+from benches.bench_device_ops import hook_of_eight
 from benches.counted_device import DEVICE, CountedDevice, Tally
+from benches.gpu.training import MODELS
 from lowdiff.compressors.feedback import ErrorFeedback
 from lowdiff.core import devices
 
@@ -106,7 +107,7 @@ def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> Non
 def test_a_wait_that_is_put_into_the_hook_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sum(hook_of_eight(MODELS["tiny"]).waits.values()) == 0
+    assert sum(hook_of_eight(MODELS["tiny"][0]).waits.values()) == 0
     total, seen = ErrorFeedback.total, set[int]()
 
     def waiting(self: ErrorFeedback, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -117,4 +118,4 @@ def test_a_wait_that_is_put_into_the_hook_is_seen(
         return made
 
     monkeypatch.setattr(ErrorFeedback, "total", waiting)
-    assert sum(hook_of_eight(MODELS["tiny"]).waits.values()) == 1
+    assert sum(hook_of_eight(MODELS["tiny"][0]).waits.values()) == 1

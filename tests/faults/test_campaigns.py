@@ -33,8 +33,8 @@ def expect_nothing_lost(outcome: Outcome, rounds: int) -> None:
 
 @pytest.mark.timeout(400)  # it waits for some 1,500 fsyncs
 def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path) -> None:
-    outcome = kills.kills(tmp_path, 4, seed=4)
-    expect_nothing_lost(outcome, 4)
+    outcome = kills.kills(tmp_path, 8, seed=4)
+    expect_nothing_lost(outcome, 8)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
@@ -76,12 +76,10 @@ def test_files_cut_anywhere_lead_to_an_exact_step_or_a_named_error(victims: list
 
 
 def test_flipped_bits_lead_to_an_exact_step_or_a_named_error(victims: list[Victim]) -> None:
-    outcome = damage.flips(victims, 150, seed=5)
-    expect_nothing_lost(outcome, 150)
-    # Where a file has no spare room, it is an error by name.
-    assert any(not verdict.endswith(": exact") for verdict in outcome.found), (
-        "some bits are noticed"
-    )
+    # Of 150 there were between 2 and 15 that cost steps, and once none.
+    outcome = damage.flips(victims, 400, seed=5)
+    expect_nothing_lost(outcome, 400)
+    assert any("earlier" in verdict for verdict in outcome.found), "some bits are noticed"
 
 
 def test_a_trainer_that_resumes_from_damage_is_exact_or_says_so(
