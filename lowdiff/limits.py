@@ -8,6 +8,7 @@ from __future__ import annotations
 #: Plain name -> module and constant.
 PLACES = {
     "abandon_seconds": "lowdiff.attach.close._ABANDON_SECONDS",
+    "copy_late_seconds": "lowdiff.peers.wards._LATE_SECONDS",
     "copy_piece_bytes": "lowdiff.persistence.files.checked_copy._PIECE_BYTES",
     "copy_share_bytes": "lowdiff.persistence.files.checked_copy._SHARE_BYTES",
     "copy_waiting_steps": "lowdiff.peers.wards._MOST_WAITING",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -45,6 +46,15 @@ class Counters:
     def timed(self, spent: Seconds) -> Timed:
         """Add the time spent inside a ``with`` block, without waiting, to one of the counters."""
         return Timed(self, spent)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent inside a ``with`` block as waiting."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_seconds += time.perf_counter() - started
 
     def document(self) -> dict[str, Any]:
         """As plain values, under the names of ``Checkpointer.stats()``."""

@@ -248,6 +248,7 @@ class Session:
             if sealed.rebases:
                 self.recorder.proofs.reopen()
         else:
+            self._staging.keep_up(self.step)
             self.agreement.tell(self._own_news())
 
     def _own_news(self) -> RankNews:

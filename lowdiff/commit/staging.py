@@ -81,6 +81,10 @@ class Copies(Protocol):
         """Send this rank's share of a snapshot where it is nowhere else, and make the shares of others."""
         ...
 
+    def keep_up(self, step: int) -> None:
+        """Wait where what is kept of a state is too far behind."""
+        ...
+
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks hold."""
         ...
@@ -140,6 +144,12 @@ class Staging:
         return self._queue.owes_snapshot or (
             self._copies is not None and self._copies.owes_snapshot
         )
+
+    def keep_up(self, step: int) -> None:
+        """Wait for copies that are too far behind the step that was staged last."""
+        if self._copies is not None:
+            with self._queue.storage.counters.waiting():
+                self._copies.keep_up(step)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks hold of the step that was staged last."""

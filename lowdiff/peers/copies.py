@@ -35,7 +35,7 @@ from lowdiff.protocols import Reducer
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
 
-#: How many steps replicas stay behind the committed one for copies that are late; their queues hold twice as many.
+#: How many steps a state's copy may be behind; replicas' queues hold twice as many.
 _MOST_STEPS_BEHIND = 2
 #: How long a rank that closes waits for what others still send: where all is well, and after a failure.
 _CLOSE_SECONDS, _FAILED_SECONDS = 5.0, 0.5
@@ -173,6 +173,11 @@ class Copies:
         for ward in self.wards:
             ward.stage_image(sealed)
 
+    def keep_up(self, step: int) -> None:
+        """Wait where what is kept of a state is too far behind; a copy that does not come is given up."""
+        for ward in self.wards:
+            ward.keep_up(step - _MOST_STEPS_BEHIND)
+
     def hear(self, heard: Sequence[RankNews]) -> None:
         """Note what all ranks hold."""
         self.replicated_step = min(news.held for news in heard)
@@ -194,8 +199,7 @@ class Copies:
     def show(self, step: int, committed_step: int, told_step: int) -> int:
         """Tell replicas of others how far all ranks are; returns to which step all replicas may go on.
 
-        A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless that copy is far
-        behind, or given up: training does not wait for it.
+        A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless a copy is given up.
 
         Args:
             step: The newest staged step.
@@ -204,7 +208,7 @@ class Copies:
         """
         settled = committed_step
         if self.replicated_step >= 0:
-            settled = min(settled, max(self.replicated_step, committed_step - _MOST_STEPS_BEHIND))
+            settled = min(settled, self.replicated_step)
         self._settled_step = max(self._settled_step, told_step, settled)
         for ward in self.wards:
             ward.show(step, self._settled_step)

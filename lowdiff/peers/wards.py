@@ -37,6 +37,8 @@ _MOST_WAITING = 8
 _PATIENCE_SECONDS = 120.0
 #: How long a snapshot waits for the replica of another rank's copy.
 _STALL_SECONDS = 2.0
+#: How long a step waits for a copy that is behind; to begin it anew takes a snapshot.
+_LATE_SECONDS = 10.0
 _LOOK_SECONDS = 0.002
 
 
@@ -140,6 +142,9 @@ class Ward:
 
     def show(self, step: int, settled_step: int) -> None:
         """Tell whoever works on the copy how far it may go on; see `TrainerStatus`."""
+
+    def keep_up(self, step: int) -> None:
+        """Wait until the copy has a step, if the ranks' states would leave it behind: a log leaves none."""
 
     def wait_for_base(self, step: int) -> None:
         """Wait until the copy of a step is whole.
@@ -349,6 +354,16 @@ class ReplicaWard(Ward):
     def show(self, step: int, settled_step: int) -> None:
         """See `Ward`: the replica applies what is settled."""
         self._page.update(step=step, settled_step=settled_step)
+
+    def keep_up(self, step: int) -> None:
+        """See `Ward`: states go back to no earlier step, so without this one none would go on, or all in vain."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.held_step >= step or self._is_broken or self._is_over, _LATE_SECONDS
+            )
+            is_late = not (self.held_step >= step or self._is_broken or self._is_over)
+        if is_late:
+            self._give_up(f"step {step} of rank {self.rank} has not come for {_LATE_SECONDS:g} s")
 
     def stage_image(self, sealed: Sealed) -> None:
         """See `Ward`: the replica begins anew with it, so it has the items as well."""

@@ -1,4 +1,4 @@
-"""A copy that is late once does not stop a run without a compressor whose queue holds few steps."""
+"""A copy that is late, of a run without a compressor: no state leaves it behind, and training goes on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.peers.note import Note
+from lowdiff.testing import limits
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
@@ -72,3 +73,54 @@ def late(rank: int, world_size: int, folder: str) -> int:
 @pytest.mark.slow
 def test_training_goes_on_and_copies_are_made_again(pool: Pool, tmp_path: Path) -> None:
     assert min(pool.run(late, 2, str(tmp_path))) > _LATE_STEP + 1
+
+
+_FEW_STEPS = 12
+
+
+def states(rank: int, world_size: int, folder: str, patience: float) -> tuple[list[int], float]:
+    """Rank 1 takes nothing of rank 0 for a second.
+
+    Returns:
+        After each step, the newest of which there are copies, -1 where a state has gone on without one; and how
+        long training waited.
+    """
+    torch.manual_seed(0)
+    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
+    )
+    checkpointer.attach(ddp, optimizer)
+    taking, read, found = Lock(), Note.read, []
+
+    def read_late(message: bytes) -> Note:
+        with taking:
+            return read(message)
+
+    with pytest.MonkeyPatch.context() as patch, limits(copy_late_seconds=patience):
+        patch.setattr(Note, "read", read_late)
+        for step in range(_FEW_STEPS):
+            if (rank, step) == (1, _LATE_STEP):
+                taking.acquire()
+                Timer(1.0, taking.release).start()
+            optimizer.zero_grad()
+            ddp(batch(step, rank, 6, 12)).square().mean().backward()
+            optimizer.step()
+            checkpointer.commit()
+            found.append(checkpointer.stats()["replicated_step"])
+    waited = checkpointer.stats()["waiting_seconds"]
+    checkpointer.close()
+    return found, waited
+
+
+def test_no_state_goes_on_without_a_copy_that_is_late(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(states, 2, str(tmp_path), 60.0)
+    assert all(found[0] >= 0 and found == sorted(found) for found, _ in told)
+    assert 0.5 < max(waited for _, waited in told)
+
+
+def test_a_copy_that_does_not_come_is_given_up(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(states, 2, str(tmp_path), 0.1)
+    assert all(-1 in found for found, _ in told)
+    assert max(waited for _, waited in told) < 0.5
