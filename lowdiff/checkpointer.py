@@ -21,6 +21,7 @@ from typing_extensions import Self
 from lowdiff.attach.begin import Opened
 from lowdiff.attach.close import finish, release
 from lowdiff.attach.open import meeting, open_session
+from lowdiff.attach.together import Wish
 from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
 from lowdiff.compressors import Averaged, Dense
@@ -96,7 +97,6 @@ def _compressor_of(
     return compressor
 
 
-_RESTORE = ("all", "model", "none")
 #: The live Checkpointer of each run folder.
 _attached: dict[str, Checkpointer] = {}
 #: In a forked child: those of its parents. Kept, because what they hold would wait for threads that
@@ -297,6 +297,7 @@ class Checkpointer:
         *,
         replicate: DeviceMesh | None = None,
         restore: str = "all",
+        restore_from: str | Path | None = None,
         step: int | None = None,
         **stateful: Stateful | DataLoader[Any],
     ) -> int:
@@ -319,9 +320,13 @@ class Checkpointer:
                 native HSDP. With one, parameters that a backward pass does not use get zeros as gradients
                 where PyTorch can do that (``set_reduce_scatter_unused_params``), and must all be used where
                 it cannot.
-            restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0;
-                ``"none"`` starts afresh and leaves the history behind.
-            step: Restore this step instead of the newest; later ones become void.
+            restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0, where the same call
+                has not begun so before: then it goes on with what it began; ``"none"`` starts afresh and leaves
+                the history behind. What these give up is a warning (``LD318``).
+            restore_from: Folder of another run, which all ranks see: its weights and buffers are taken, and counted
+                from step 0, where this run has no history. Where it has, that is restored.
+            step: Restore this step instead of the newest, or with ``restore="model"`` start anew with its
+                weights; later ones become void. With ``restore_from``, the step of that run.
             stateful: Further objects with ``state_dict`` and ``load_state_dict``: schedulers,
                 samplers, scalers. A plain ``DataLoader`` over a map-style dataset as well: it stays as
                 it is, and a resumed run goes on after the last consumed batch of its epoch. The same
@@ -347,9 +352,7 @@ class Checkpointer:
         started = time.perf_counter()
         with meeting(model) as ranks:
             with ranks.together():
-                if restore not in _RESTORE:
-                    raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
-                step = None if step is None else whole_number("step", step)
+                wish = self._wish(restore, restore_from, step)
                 attached = describe(model, bare_optimizers(optimizer))
             attached = of_all_ranks(attached, ranks)
             with ranks.together():
@@ -370,8 +373,7 @@ class Checkpointer:
                 objects,
                 ranks,
                 self.hook_state if is_hooked else None,
-                restore=restore,
-                step=step,
+                wish,
                 waiting=_in_place.get(),
             )
         self._opened, self._detached = opened, None
@@ -407,6 +409,26 @@ class Checkpointer:
             seconds=self._attach_seconds,
         )
         return self._session.step
+
+    def _wish(self, restore: str, restore_from: str | Path | None, step: int | None) -> Wish:
+        """What `attach` is told to restore.
+
+        Raises:
+            ConfigError: If its arguments do not go together.
+        """
+        other = None
+        if restore_from is not None:
+            if is_url(restore_from):
+                raise ConfigError(
+                    f"restore_from={restore_from!r}: give a folder; `lowdiff recover {restore_from} --as-run FOLDER` "
+                    "brings the run's newest step there"
+                )
+            other = user_path("restore_from", restore_from).absolute()
+            if os.path.realpath(other) == self._key:
+                raise ConfigError(
+                    f'restore_from={restore_from!r} is this run itself; restore="model" takes its own weights'
+                )
+        return Wish(restore, None if step is None else whole_number("step", step), other)
 
     def dataloader(
         self,

@@ -387,6 +387,21 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a history that began with weights alone took them from.
+
+    Attributes:
+        run_id: The run that had them: this one, or another; "" if there was nothing to take.
+        incarnation: The incarnation whose they were; None for nothing.
+        step: The step; None for nothing.
+    """
+
+    run_id: str = ""
+    incarnation: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """One rank's durable statement that an incarnation begins.
 
@@ -406,6 +421,7 @@ class Fence:
         staging: Where this rank's staging of all runs lies, without symbolic links.
         frozen_shards: Of all ranks, of frozen parameters that are sharded: each rank keeps its own as items.
         lost_tail: What was decided about lost steps where the user had them predicted; None where nothing was.
+        origin: Where a history without a parent took its weights from; None where it was not told to take any.
     """
 
     run_id: str
@@ -426,6 +442,7 @@ class Fence:
     staging: str = ""
     frozen_shards: Layout = Layout(())
     lost_tail: Decision | None = None
+    origin: Origin | None = None
 
     @property
     def predicted(self) -> Decision | None:

@@ -20,7 +20,7 @@ from lowdiff.attach.lost_steps import lost_until, settle_lost_steps
 from lowdiff.attach.memory import agree_on_memory
 from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start
-from lowdiff.attach.together import recover_together
+from lowdiff.attach.together import Wish, recover_together, say_what_is_left, source_of
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging import constant_images
@@ -54,7 +54,7 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState
-from lowdiff.types import Decision, Fence
+from lowdiff.types import Decision, Fence, Origin
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -122,9 +122,8 @@ def open_session(
     stateful: Mapping[str, Stateful],
     ranks: Ranks,
     hook: HookState | None,
+    wish: Wish,
     *,
-    restore: str,
-    step: int | None,
     waiting: WaitingWriter | None = None,
 ) -> Opened:
     """Begin an incarnation on every rank together; with a writer that waits for it, if there is one.
@@ -135,8 +134,7 @@ def open_session(
         stateful: What is attached besides.
         ranks: Those that train it.
         hook: Of DDP or FSDP; None where neither has one.
-        restore: See `Checkpointer.attach`.
-        step: See there.
+        wish: What is to be restored.
         waiting: A writer that was started before.
 
     Raises:
@@ -148,11 +146,6 @@ def open_session(
     settle_kernels()
     with _named_disk_errors(settings), ExitStack() as undo:
         with ranks.together():
-            if restore == "none" and step is not None:
-                raise ConfigError(
-                    f'restore="none" starts afresh and has no use for step={step}; leave one of '
-                    "them out"
-                )
             check_folder(settings.staging_root)
             if attached.is_sharded:
                 _refuse_sharded(settings, attached, stateful)
@@ -195,33 +188,38 @@ def open_session(
             roots = [settings.staging_root, imported]
             share_files(settings, ranks, run_id, imported)
             if is_in_store:
-                fetch_from_store(settings, ranks, step, fences_only=restore == "none")
+                is_left = wish.restore == "none"
+                fetch_from_store(settings, ranks, wish.own_step, fences_only=is_left)
                 share_files(settings, ranks, run_id, imported)
             with ranks.together():
                 catalog = scan(settings.folder, roots)
                 number = next_incarnation(settings.folder, run_id, roots)
             left = shared_out(settings, ranks, run_id, stages)
+            with ranks.together():
+                source = source_of(settings, attached, catalog, wish)
             state = None
             clock = RecoveryClock()
-            if restore != "none":
-                state = recover_together(
-                    settings, attached, catalog, ranks, step, clock, restore=restore
-                )
+            if source.restore != "none":
+                state = recover_together(source, attached, ranks, clock)
             past.facts.update(clock.facts(state))
             lost_tail = None
-            if state is not None and restore == "all" and step is None:
+            if state is not None and source.restore == "all" and source.step is None:
                 until = lost_until(ranks, catalog, lock.reached, state)
                 if until is not None:
                     state, lost_tail = settle_lost_steps(
                         settings, attached, catalog, ranks, state, until
                     )
             with ranks.together():
-                start = load_start(settings, given, ranks, state, restore)
+                start = load_start(settings, given, ranks, state, source.restore)
+                say_what_is_left(ranks, catalog, wish, start.step, continues=start.continues)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
             if lost_tail is not None and lost_tail.chosen:
                 start = replace(start, needs_snapshot=True)
-            fence = _fenced(settings, given, catalog, number, ranks, start, memory.node, lost_tail)
+            origin = source.origin(state)
+            fence = _fenced(
+                settings, given, catalog, number, ranks, start, memory.node, lost_tail, origin
+            )
         opened = begin(
             settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
         )
@@ -286,6 +284,7 @@ def _fenced(
     start: Start,
     node: Node,
     lost_tail: Decision | None,
+    origin: Origin | None,
 ) -> Fence:
     """The new incarnation, whose number is free on this rank; on return every rank's fence is durable."""
     own_names = [sorted(given.stateful), sorted(given.averages)]
@@ -324,6 +323,7 @@ def _fenced(
         staging=os.path.realpath(settings.staging_root),
         frozen_shards=attached.frozen_shards.layout,
         lost_tail=lost_tail,
+        origin=origin,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

@@ -33,8 +33,9 @@ from lowdiff.recovery.state import (
 from lowdiff.types import Fence, Layout
 
 _NEW_RUN = (
-    "start a new run folder, or take the old weights along, where names and shapes fit with "
-    'attach(..., restore="model"), else with `lowdiff recover RUN --out weights.safetensors`'
+    "start a new run folder, or take the old weights along: where names and shapes fit, into a new folder with "
+    'attach(..., restore_from=RUN) or in the same one with restore="model", which gives the old steps up; else with '
+    "`lowdiff recover RUN --out weights.safetensors`"
 )
 
 
@@ -44,11 +45,16 @@ def check_match(attached: Attached, fence: Fence) -> None:
     Raises:
         RunMismatch: Saying what differs, and how to get the old weights out.
     """
-    difference = _layout_difference(fence.layout, attached.layout) or _optimizer_difference(
+    found = difference(attached, fence)
+    if found:
+        raise RunMismatch(f"the run was trained with another {found}; {_NEW_RUN}")
+
+
+def difference(attached: Attached, fence: Fence) -> str | None:
+    """Say how what is attached differs from what a run's description names; None if it does not."""
+    return _layout_difference(fence.layout, attached.layout) or _optimizer_difference(
         attached, fence
     )
-    if difference:
-        raise RunMismatch(f"the run was trained with another {difference}; {_NEW_RUN}")
 
 
 def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> list[str]:

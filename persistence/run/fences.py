@@ -33,6 +33,7 @@ from lowdiff.types import (
     Fence,
     Layout,
     OptimizerSpec,
+    Origin,
     ParameterSpec,
 )
 
@@ -89,6 +90,16 @@ def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span,
         last = fence.last_of_parent if last is None else min(last, fence.last_of_parent)
         number = fence.parent
     return tuple(reversed(spans))
+
+
+def first_of_lineage(fences: Mapping[int, Fence]) -> Fence | None:
+    """The fence with which the newest history began; None if there is none, or it is missing."""
+    number = max(fences, default=None)
+    while number is not None and number in fences:
+        if fences[number].parent is None:
+            return fences[number]
+        number = fences[number].parent
+    return None
 
 
 def new_run_id() -> str:
@@ -210,7 +221,9 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
     make_directory(path.parent)
     try:
         content = asdict(fence)
-        del content["lost_tail"]
+        for name in ("lost_tail", "origin"):
+            if content[name] is None:
+                del content[name]
         if fence.lost_tail is not None:
             content["lost_tail"] = fence.lost_tail.document()
         write_json(path, content, exclusive=True)
@@ -280,7 +293,10 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Environment, facts)
     environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
-    told = document.pop("lost_tail", None)
+    told, origin = document.pop("lost_tail", None), document.pop("origin", None)
+    if origin is not None:
+        check_types(Origin, origin)
+        origin = Origin(**origin)
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
@@ -289,6 +305,7 @@ def _fence(document: dict[str, Any]) -> Fence:
         environment=environment,
         averages=averages,
         lost_tail=None if told is None else _decision(told),
+        origin=origin,
         **document,
     )
     _check(fence)
