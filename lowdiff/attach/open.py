@@ -324,6 +324,7 @@ def _fenced(
         frozen_shards=attached.frozen_shards.layout,
         lost_tail=lost_tail,
         origin=origin,
+        built=start.built if ranks.rank == 0 else {},
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

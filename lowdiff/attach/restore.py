@@ -151,25 +151,16 @@ def _in_place(live: object, value: object) -> object:
         return live.copy_(value)
 
 
-def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
+def load_optimizers(state: RecoveredState, attached: Attached) -> None:
     """Copy hyper-parameters and optimizer state, bit for bit.
 
     What an optimizer holds of frozen parameters, which no snapshot does, stays as it is.
-
-    Returns:
-        Where the constructor's hyper-parameters differed from the restored ones, which win.
     """
-    differences = []
     for index, optimizer in enumerate(attached.optimizers):
         recovered = state.optimizers[index]
         given = [bool(group.get("fused")) for group in optimizer.param_groups]
         pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
-        for number, (group, hyper) in enumerate(pairs):
-            differences += [
-                f"restored {key}={value!r} of group {number} (given: {group[key]!r})"
-                for key, value in hyper.items()
-                if key in group and not same(group[key], value)
-            ]
+        for group, hyper in pairs:
             before = dict(group)
             group.clear()
             group.update({key: _in_place(before.get(key), value) for key, value in hyper.items()})
@@ -193,7 +184,6 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
                     else value
                     for key, value in entries.items()
                 }
-    return differences
 
 
 def load_stateful(

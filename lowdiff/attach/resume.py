@@ -21,6 +21,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import by_tensor, in_a_row
 from lowdiff.model.averages import followed_names
 from lowdiff.model.binding import Attached
+from lowdiff.model.built import dropped, read_built
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
 from lowdiff.recovery.reshard import frozen_as, resharded, whole_trained
@@ -34,6 +35,9 @@ from lowdiff.recovery.state import (
 from lowdiff.settings import Settings
 from lowdiff.types import Fence
 
+#: Settings named in one warning.
+_MOST_SAID = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
@@ -42,6 +46,7 @@ class Start:
     Attributes:
         continues: Whether the run's history is part of its own.
         needs_snapshot: Whether the start must be made durable before training goes on.
+        built: What the script built that the run goes on with; see `lowdiff.model.built`.
     """
 
     step: int
@@ -49,6 +54,7 @@ class Start:
     needs_snapshot: bool
     residual: list[torch.Tensor | None]
     items: Mapping[str, bytes]
+    built: Mapping[str, str]
 
 
 def load_start(
@@ -60,8 +66,9 @@ def load_start(
 ) -> Start:
     """Load what is to be restored into the live objects."""
     attached, stateful, tracker = given.attached, given.stateful, given.tracker
+    built = read_built(attached.optimizers, stateful)
     if state is None:
-        return Start(0, False, True, [], tracker.read())
+        return Start(0, False, True, [], tracker.read(), built)
     moved = []
     items, frozen = inherit(state.items, ranks.world_size)[ranks.rank], attached.frozen_shards
     if state.fence.frozen_shards != frozen.layout:
@@ -81,11 +88,11 @@ def load_start(
                 f"these are not in step {state.step} of the run, and stay as the model was built: "
                 f"{', '.join(kept)}",
             )
-        return Start(0, False, True, [], tracker.read())
+        return Start(0, False, True, [], tracker.read(), built)
     slots = settings.compressor.residual_layout(attached.exchanged).parameters
     residual = [state.residuals[0].get(spec.name) for spec in slots]
     reshaped = load_model(state, items, attached)
-    differences = load_optimizers(state, attached)
+    load_optimizers(state, attached)
     load_gradients(state, attached)
     afresh, objects = _compare_objects(stateful, state.fence.stateful)
     restored = {name: thing for name, thing in stateful.items() if name not in afresh}
@@ -100,7 +107,15 @@ def load_start(
         )
     averages = followed_names(given.averages, attached.layout)
     changes = moved + _changes(settings, state.fence, ranks, averages)
-    if ranks.rank == 0 and (said := [*changes, *objects, *reshaped, *differences]):
+    left, built = dropped(state.fence.built, built, read_built(attached.optimizers, stateful))
+    if ranks.rank == 0 and left:
+        Code.BUILT_OTHERWISE.warn(
+            f"resuming at step {state.step}, the run's history wins over what this script builds otherwise than before: "
+            f"{'; '.join(left[:_MOST_SAID])}{' and more' if left[_MOST_SAID:] else ''}. To change a run on purpose, set "
+            "these after attach (docs/your_loop.md)",
+            step=state.step,
+        )
+    if ranks.rank == 0 and (said := [*changes, *objects, *reshaped]):
         text = f"resuming at step {state.step}: {'; '.join(said)}"
         if objects or reshaped:
             Code.RESUMED_WITH_CHANGES.warn(text)
@@ -109,7 +124,7 @@ def load_start(
     if afresh:
         live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}
-    return Start(state.step, True, bool(changes or objects), residual, items)
+    return Start(state.step, True, bool(changes or objects), residual, items, built)
 
 
 def _divided_as(attached: Attached, state: RecoveredState, restore: str) -> RecoveredState:

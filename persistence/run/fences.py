@@ -372,6 +372,7 @@ def _check(fence: Fence) -> None:
     if not fence.rank < fence.world_size <= MOST_RANKS:
         raise ValueError(f"rank {fence.rank} of {fence.world_size}")
     texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]
+    texts += fence.built.items()
     texts += [(o.class_name, name) for o in fence.optimizers for g in o.groups for name in g]
     if not all(isinstance(text, str) for pair in texts for text in pair):
         raise TypeError("a name is not text")

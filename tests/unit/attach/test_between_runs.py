@@ -44,19 +44,6 @@ def test_another_density_starts_with_a_snapshot_and_says_so(
     assert same(dict(recovered.model_state_dict()), expected)
 
 
-def test_restored_hyper_parameters_win_and_are_listed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Loop(tmp_path).run(3)
-    other = Loop(tmp_path, make=lambda p: torch.optim.AdamW(p, lr=5.0, weight_decay=0.3))
-    with caplog.at_level(logging.INFO):
-        other.attach()
-    assert other.optimizer.param_groups[0]["lr"] == 1e-2
-    assert "restored lr=0.01 of group 0 (given: 5.0)" in caplog.text
-    assert "weight_decay=0.01 of group 0 (given: 0.3)" in caplog.text
-    other.checkpointer.close()
-
-
 def test_another_scheduler_starts_afresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Loop(tmp_path)
     first.run(3, scheduler=torch.optim.lr_scheduler.StepLR(first.optimizer, 2))

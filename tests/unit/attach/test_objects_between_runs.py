@@ -84,15 +84,3 @@ def test_a_loader_that_is_not_made_again_is_named(
     first.run(2)
     Loop(tmp_path).run(3)
     assert "dataloader0 was not attached again" in caplog.text
-
-
-def test_differences_of_hyper_parameters_alone_are_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Loop(tmp_path).run(2)
-    loop = Loop(tmp_path)
-    loop.optimizer.param_groups[0]["lr"] = 5.0
-    with caplog.at_level(logging.INFO):
-        loop.run(3)
-    assert "resuming at step 2: restored lr=0.01 of group 0 (given: 5.0)" in caplog.text
-    assert warnings(caplog) == []
