@@ -66,7 +66,8 @@ class Lane:
             raise UsageError("gradients are exchanged after close(); attach again")
         if self._has_failed:
             raise UsageError("an earlier exchange of gradients failed; start all ranks again")
-        self._has_failed = True
+        # Alone, an interrupted job (Ctrl-C in a notebook) has left nobody else behind: the next one goes on.
+        self._has_failed = self.world_size > 1
         try:
             result = work()
             self._check_heads()

@@ -738,6 +738,8 @@ class Checkpointer:
                 if failed:
                     self._failures.save("the training ended with an error")
                 self._failures.close()
+            if self._loop is not None and not failed:
+                self._loop.ends()
             finish(opened, failed=failed, detaches=detaches)
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:

@@ -145,6 +145,11 @@ class TrainingLoop:
                     "end steps by commit() alone, in a loop of your own"
                 )
             session.commit()
+        self.ends()
+
+    def ends(self) -> None:
+        """The loop is over, perhaps at once: a finished run gives back what it had drawn, for what follows."""
+        self._restore(_IN_BODY)
 
     def body_begins(self) -> None:
         """Restore the generators in the first body; commit a body that the loop left.

@@ -195,9 +195,10 @@ class Step:
         if optimizer not in self._ended:
             raise UsageError(
                 f"optimizer.step() of {name} began again in step {self.number} before it had "
-                "ended: it raised an error, or it calls the step() of a class of which there are "
-                "optimizers as well, so that PyTorch runs the hooks of both; after an error end the "
-                "training and attach again, and share the update in a method of another name"
+                "ended. If it raised an error, or was interrupted (Ctrl-C in a notebook), attach again: training "
+                "goes on from the last committed step. Or it calls the step() of a class of which there are "
+                "optimizers as well, so that PyTorch runs the hooks of both: share the update in a method of "
+                "another name"
             )
         unfinished = self.unfinished(names)
         if unfinished:
@@ -212,8 +213,9 @@ class Step:
         raise UsageError(
             f"the optimizer stepped twice between commits of step {self.number}; add one line, "
             "checkpointer.commit(), after optimizer.step(), or loop over "
-            "checkpointer.steps(...). Without a compressor, "
-            'Checkpointer(..., optimizer_steps="any") takes all steps of a body together'
+            "checkpointer.steps(...). If the loop has that line and was interrupted before it had ended "
+            "(Ctrl-C in a notebook), attach again: training goes on from the last committed step. Without a "
+            'compressor, Checkpointer(..., optimizer_steps="any") takes all steps of a body together'
         )
 
     def consume(self, optimizer: int, done: OptimizerStep, absent: Sequence[int]) -> None:

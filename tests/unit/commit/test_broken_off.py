@@ -11,8 +11,9 @@ import torch
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.compressors import TopK
-from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.compressors.lane import Lane
+from lowdiff.errors import StorageError, UsageError, WriterFailed
 from lowdiff.model.watch import Watch
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.writer.handle import WriterProcess
@@ -106,3 +107,56 @@ def test_a_replicas_run_raises_an_error_of_storage_at_the_commit_that_follows_it
         with pytest.raises(WriterFailed, match="no disk"):
             training.checkpointer.commit()
     testing.kill(training.checkpointer)
+
+
+def test_alone_an_interrupted_exchange_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook's cell, which is then run again."""
+    training = Training(tmp_path, compressor=PowerSGD(2))
+    for number in range(DONE):
+        training.body(number)
+        training.checkpointer.commit()
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "mean_of", broken_once(KeyboardInterrupt(), Lane.mean_of))
+        with pytest.raises(KeyboardInterrupt):
+            training.body(DONE)
+    for number in (DONE, DONE + 1):
+        training.body(number)
+        training.checkpointer.commit()
+    expected = {name: value.clone() for name, value in training.model.state_dict().items()}
+    testing.kill(training.checkpointer)
+    again = Training(tmp_path, compressor=PowerSGD(2))
+    assert again.resumed == DONE + 2
+    assert all(
+        torch.equal(value, expected[name]) for name, value in again.model.state_dict().items()
+    )
+    again.checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "resumed"),
+    [(torch.optim.AdamW, "_init_group", 1), (Watch, "at_commit", 2)],
+    ids=["in the optimizer", "in commit, which close() ends"],
+)
+def test_an_interruption_later_on_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: type, name: str, resumed: int
+) -> None:
+    training = Training(tmp_path, compressor=PowerSGD(2))
+    training.body(0)
+    training.checkpointer.commit()
+
+    def interrupted() -> None:
+        training.body(1)
+        training.checkpointer.commit()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, broken_once(KeyboardInterrupt(), getattr(place, name)))
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    with pytest.raises(UsageError, match=r"Ctrl-C in a notebook\), attach again"):
+        training.body(1)
+    training.checkpointer.close()
+    again = Training(tmp_path, compressor=PowerSGD(2))
+    assert again.resumed == resumed
+    again.checkpointer.close()
