@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -395,6 +396,7 @@ class Checkpointer:
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)
             self._watch_failures(opened)
+            atexit.register(self._close, failed=True)  # a script may end without close()
         except BaseException:
             self._session.queue.storage.stop()
             self._session.queue.storage.writer.stop()
@@ -742,6 +744,12 @@ class Checkpointer:
                 self._loop.ends()
             finish(opened, failed=failed, detaches=detaches)
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+        ):  # a second Ctrl-C: its processes go on by themselves
+            opened.session.queue.storage.die(kills_processes=False)
+            raise
         finally:
             with suppress(Exception):  # what went wrong before says more
                 self._final_stats = self.stats()
@@ -807,6 +815,7 @@ class Checkpointer:
 
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""
+        atexit.unregister(self._close)
         if self._signals is not None:
             self._signals.close()
             self._signals = None

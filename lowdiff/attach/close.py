@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from lowdiff.attach.begin import Opened
 from lowdiff.core.events import Code
@@ -16,6 +17,8 @@ _FINISH_SECONDS = 600.0
 _ABANDON_SECONDS = 10.0
 _PUBLISH_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
+#: For what ranks said after the last commit: it is here, or does not come.
+_HEAR_SECONDS = 1.0
 
 
 def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
@@ -51,9 +54,13 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             Code.LAST_COMMIT_FAILED.warn(f"the last commit is left to the next attach: {error}")
             return
         raise
+    patience = _ABANDON_SECONDS
+    if failed and not session.agreement.has_lost_run:
+        patience = _secure(opened)
     session.queue.storage.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
-    patience = _MEET_SECONDS if is_last_snapshot else _ABANDON_SECONDS
+    if is_last_snapshot:
+        patience = _MEET_SECONDS
     opened.meter.end("failed" if failed else "closed")
     try:
         status = session.queue.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
@@ -67,6 +74,36 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         publisher.finish(_ABANDON_SECONDS if is_lenient else _PUBLISH_SECONDS)
     if is_last_snapshot:
         _remove_staging(opened, status)
+
+
+def _secure(opened: Opened) -> float:
+    """Make the newest committed step durable: memory goes with a container. Returns what is left of the time for it.
+
+    Each rank by itself: others may hang. All have told the same of the last commit, if they came to it.
+    """
+    session, queue = opened.session, opened.session.queue
+    deadline = time.monotonic() + _ABANDON_SECONDS
+    step = session.committed_step
+    with suppress(Exception):  # what ended the training says more
+        session.hear(_HEAR_SECONDS)
+        step = session.committed_step
+    if opened.survivor is None:  # which has saved it by now
+        with suppress(Exception):
+            step = session.secure()
+    while queue.durable_step < step and time.monotonic() < deadline:
+        if queue.status().error:
+            break
+        time.sleep(_LOOK_SECONDS)
+    if queue.durable_step < step:
+        Code.STEPS_AT_RISK.warn(
+            f"steps {queue.durable_step + 1} to {step} are committed and lie in memory alone, in "
+            f"{opened.staging.folder.root}: attach on this machine goes on from there; with a container, or a reboot, "
+            "they go",
+            rank=opened.ranks.rank,
+            step=step,
+            durable_step=queue.durable_step,
+        )
+    return max(_HEAR_SECONDS, deadline - time.monotonic())
 
 
 def _remove_staging(opened: Opened, status: WriterStatus) -> None:

@@ -107,6 +107,14 @@ class StepQueue(Protocol):
         """Wait until the last staged snapshot is durable."""
         ...
 
+    def secure(self, step: int) -> int:
+        """Have a committed step become durable, as training ends; returns the newest that can.
+
+        Args:
+            step: The newest committed step.
+        """
+        ...
+
     def begin_anew(self, step: int) -> None:
         """Go on after ``step`` in a folder that was made anew; a full snapshot is owed.
 
@@ -220,6 +228,11 @@ class LogQueue:
         status = self.status()
         is_near = status.durable_step >= step - 2 * self.storage.batch_size
         return self.images.is_ready(step, status) and is_near
+
+    def secure(self, step: int) -> int:
+        """See `StepQueue`."""
+        self.storage.writer.write_through()
+        return step
 
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""

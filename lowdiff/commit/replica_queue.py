@@ -257,6 +257,14 @@ class ReplicaQueue:
             and self._replica.status().consumed_step >= in_time
         )
 
+    def secure(self, step: int) -> int:
+        """See `StepQueue`: the replica makes an image, of no step that a copy on another node lacks."""
+        if self.storage.world_size > 1:
+            step = min(step, self._told_step)
+        if self.makes_images:
+            self.storage.page.update(end_step=step)
+        return step
+
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""
         self.storage.wait_for_image(self, self.images.step)

@@ -245,6 +245,7 @@ class Session:
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)
         if self.agreement.is_alone:
+            self.committed_step = self.step
             if sealed.rebases:
                 self.recorder.proofs.reopen()
         else:
@@ -304,6 +305,17 @@ class Session:
             StorageError: If it is required and there is no memory for it.
         """
         self._staging.snapshot(self._sealed, required=required)
+
+    def secure(self) -> int:
+        """Have the newest committed step become durable as training ends; returns it."""
+        self._show()
+        queue = self.queue
+        if not (queue.makes_images or queue.logs_steps or self.resting is None):
+            # On an accelerator only the live state can be a snapshot, if nothing has moved it since.
+            is_newest = self.committed_step == self.step
+            if is_newest and queue.is_ready_for_snapshot(self.step) and self.is_as_sealed():
+                self.snapshot(required=False)
+        return queue.secure(self.committed_step)
 
     def preempt(self) -> None:
         """Prepare for a near end, and tell the other ranks with the next news; for any thread."""

@@ -100,6 +100,7 @@ class Code(Enum):
     WRITER_STILL_BUSY = "LD406"
     STORE_BEHIND = "LD407"
     WRITER_ENDED_BEFORE = "LD408"
+    STEPS_AT_RISK = "LD409"
     # Leases and object stores.
     LEASE_TAKEN_OVER = "LD501"
     LEASE_NOT_RETURNED = "LD502"

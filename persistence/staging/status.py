@@ -103,6 +103,7 @@ class TrainerStatus:
         committed_at_unix_seconds: When it staged its newest step.
         preempted: Whether it was told to stop soon.
         image: Its newest snapshot in staging; None before the first.
+        end_step: The step whose image it waits for before it ends; -1 while it goes on.
     """
 
     pid: int = 0
@@ -111,6 +112,7 @@ class TrainerStatus:
     committed_at_unix_seconds: float = 0.0
     preempted: bool = False
     image: ImageMark | None = None
+    end_step: int = -1
 
 
 @dataclass(frozen=True, slots=True)

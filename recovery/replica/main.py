@@ -116,6 +116,8 @@ class Replica:
         #: What does not succeed now and is tried again, and what is wrong with it.
         self._troubles: dict[str, str] = {}
         self._retry_image_at = 0.0
+        #: See `TrainerStatus`.
+        self._end_step = -1
         self._shard: Shard | None = None
         self._rest = Backoff(_POLL_SECONDS, _LONGEST_POLL_SECONDS)
         os.set_blocking(sys.stdin.fileno(), False)
@@ -137,6 +139,7 @@ class Replica:
             record = record or self._tail.next()
             # Read behind the record, or that could overtake the image that it follows.
             trainer = read_status(self._staging.trainer_status, TrainerStatus)
+            self._end_step = trainer.end_step
             image = self._new_image(trainer)
             if image is not None and (record is None or record.header.step > image.step):
                 work, record_after = partial(self._load, image), record
@@ -162,7 +165,8 @@ class Replica:
         """There is nothing to apply: training may be waiting for an image that could not be made."""
         self._forget_image()
         is_time = time.monotonic() >= self._retry_image_at
-        if self._settings.waits and self._shard is not None and is_time:
+        waits = self._settings.waits or self._end_step >= 0
+        if waits and self._shard is not None and is_time:
             self._take_image()
         time.sleep(self._rest.next_seconds())
 
@@ -327,13 +331,14 @@ class Replica:
         assert self._shard is not None
         step = self._shard.step
         newest = max(self._page.status.image_step, self._image_step)
-        if not self._settings.is_image_due(step) or step <= newest:
+        is_last = step == self._end_step
+        if not (is_last or self._settings.is_image_due(step)) or step <= newest:
             return
-        while self._settings.waits and self._is_writing():
+        while (self._settings.waits or is_last) and self._is_writing():
             if self._look_for_trainer():
                 return
             time.sleep(_POLL_SECONDS)
-        if not self._pace.takes(step, is_free=not self._is_writing()):
+        if not (is_last or self._pace.takes(step, is_free=not self._is_writing())):
             return
         try:
             size, checksum = stage_image(
