@@ -372,6 +372,55 @@ def test_where_a_tensor_lives_is_asked_in_one_place() -> None:
     assert found == {"lowdiff/core/devices.py", "lowdiff/integrations/batch_order.py"}
 
 
+#: What marks a storage, or makes one that is marked: it can never be resized again, or others share it.
+MARKING = re.compile(
+    r"(\.(numpy|__array__|share_memory_|pin_memory|set_)|\.?(from|to)_dlpack|torch\.(from_numpy|frombuffer)"
+    r"|np\.(array|asarray))$"
+)
+#: Where it is right, and why: no tensor of the user's is there.
+MARKS_ITS_OWN = {
+    # What comes from other ranks or goes to them, in memory of its own.
+    "lowdiff/model/ranks.py": {"torch.frombuffer"},
+    "lowdiff/peers/line.py": {"torch.frombuffer", "torch.from_numpy"},
+    "lowdiff/peers/residuals.py": {"torch.from_numpy"},
+    "lowdiff/peers/wards.py": {"torch.frombuffer"},
+    # A state dict of lowdiff's own objects.
+    "lowdiff/integrations/trainer_state.py": {".numpy", "torch.frombuffer"},
+    "lowdiff/loop/plain_loader.py": {"torch.from_numpy", "np.asarray"},
+    # The residual in its file, payloads as they are decoded, positions.
+    "lowdiff/step/residual.py": {"torch.from_numpy"},
+    "compressors/randomk.py": {"torch.from_numpy", "np.array"},
+    "compressors/sections.py": {"torch.from_numpy", "np.array"},
+    "compressors/sparse.py": {"torch.from_numpy"},
+    # Images, and what is handed out of a run: tensors that nobody had before.
+    "recovery/images.py": {"torch.frombuffer"},
+    "recovery/inspect/export.py": {"torch.from_numpy"},
+    "recovery/replica/file.py": {"torch.from_numpy"},
+    "persistence/versions/weights.py": {"torch.from_numpy"},
+    # Numbers, no tensors.
+    "lowdiff/core/digest.py": {"np.array"},
+    "persistence/format/differentials.py": {"np.array"},
+    "persistence/format/segment_file.py": {"np.array"},
+    "tuner/costs.py": {"np.asarray"},
+    "tuner/lost_tail.py": {"np.array"},
+    "tuner/simulate.py": {"np.asarray"},
+}
+
+
+def test_the_memory_of_tensors_is_looked_at_in_one_place() -> None:
+    """By `lowdiff.core.memory`, which leaves no mark: `Tensor.numpy` makes a storage unresizable for good."""
+    found: dict[str, set[str]] = {}
+    for room in ("lowdiff", "compressors", "persistence", "recovery", "tuner"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if name.startswith("lowdiff/examples/"):
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and (mark := MARKING.search(ast.unparse(node.func))):
+                    found.setdefault(name, set()).add(mark[0])
+    assert found == MARKS_ITS_OWN
+
+
 def test_mutations_are_tried_on_the_tiers_of_the_makefile() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     elsewhere = re.search(r"^ELSEWHERE := (.*)$", text, re.MULTILINE)

@@ -15,7 +15,8 @@ from torch.optim.optimizer import (
 
 from lowdiff.core.digest import Looker, entry_digests, in_order, join, state_digest
 from lowdiff.core.events import Code
-from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
+from lowdiff.core.layout import flat, own_name, refuse_shared_memory, shares_of, torch_dtype
+from lowdiff.core.memory import bits
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
