@@ -407,18 +407,42 @@ MARKS_ITS_OWN = {
 }
 
 
-def test_the_memory_of_tensors_is_looked_at_in_one_place() -> None:
-    """By `lowdiff.core.memory`, which leaves no mark: `Tensor.numpy` makes a storage unresizable for good."""
+def calls(name: re.Pattern[str]) -> dict[str, set[str]]:
+    """File of the product -> calls in it of functions whose names end so; examples, which users copy, are left out."""
     found: dict[str, set[str]] = {}
+    word = re.compile(name.pattern.replace("$", r"\("))  # most files need not be parsed
     for room in ("lowdiff", "compressors", "persistence", "recovery", "tuner"):
         for path in sorted((ROOT / room).rglob("*.py")):
-            name = str(path.relative_to(ROOT))
-            if name.startswith("lowdiff/examples/"):
+            text = path.read_text(encoding="utf-8")
+            if not word.search(text):
                 continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and (mark := MARKING.search(ast.unparse(node.func))):
-                    found.setdefault(name, set()).add(mark[0])
-    assert found == MARKS_ITS_OWN
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and (match := name.search(ast.unparse(node.func))):
+                    found.setdefault(str(path.relative_to(ROOT)), set()).add(match[0])
+    return found
+
+
+def test_the_memory_of_tensors_is_looked_at_in_one_place() -> None:
+    """By `lowdiff.core.memory`, which leaves no mark: `Tensor.numpy` makes a storage unresizable for good."""
+    assert calls(MARKING) == MARKS_ITS_OWN
+
+
+def test_every_hook_asks_whether_it_may_act() -> None:
+    """Nothing of lowdiff runs inside a transform, a trace, a fake mode or a capture; `inside` alone knows these."""
+    registering = calls(re.compile(r"\b(register_\w*hook|set_all_reduce_hook)$")).keys()
+    assert registering - calls(re.compile(r"\binside$")).keys() == {
+        "lowdiff/step/fsdp_hook.py",  # its hook exchanges through `HookState`, which asks
+        "lowdiff/integrations/accelerate.py",  # counts optimizer steps, which are refused inside
+    }
+    knows = re.compile(r"is_compiling|is_tracing|_functorch|is_fx_|_get_dispatch_mode")
+    knowing = {
+        str(path.relative_to(ROOT))
+        for room in ("lowdiff", "compressors", "persistence", "recovery", "tuner")
+        for path in (ROOT / room).rglob("*.py")
+        if knows.search(path.read_text(encoding="utf-8"))
+    }
+    # The latter refuses also what torch.compile compiles once it has given up a trace.
+    assert knowing == {"lowdiff/core/transforms.py", "lowdiff/commit/session.py"}
 
 
 def test_mutations_are_tried_on_the_tiers_of_the_makefile() -> None:

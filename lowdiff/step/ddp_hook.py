@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.compressors.collectives import completed
 from lowdiff.core.layout import flat
+from lowdiff.core.transforms import inside
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel, UsageError
 from lowdiff.protocols import Reducer
 
@@ -223,6 +224,11 @@ class HookState:
                 "freeze and unfreeze parameters before attach"
             ) from error
         self._exchanged.update(indices)
+        if where := inside(buffer.device):
+            raise UsageError(
+                f"gradients are exchanged inside {where}, which repeats the exchange without lowdiff; run "
+                "the backward pass outside"
+            )
         if self._average is not None:
             return self._average(buffer)
         with without_autocast(buffer.device):
