@@ -168,6 +168,8 @@ _PLAIN_TYPES: dict[type, StoredType] = {
 def _torch_types() -> dict[type, StoredType]:
     import torch
 
+    from lowdiff.core import devices
+
     dtypes = {
         str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype
     }
@@ -177,7 +179,12 @@ def _torch_types() -> dict[type, StoredType]:
         dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
         if not dense or tensor.is_quantized or tensor.dim() > _MAX_DIMS:
             return None
-        host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        host = tensor
+        is_as_in_memory = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not (
+            is_as_in_memory and devices.may_look(tensor)
+        ):  # calls that most tensors do not need
+            host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return [
             ("dtype", names[tensor.dtype]),
             ("device", str(tensor.device)),
