@@ -9,6 +9,7 @@ training do, would fail in its next forward pass. Whoever looks at a tensor ther
 from __future__ import annotations
 
 from ctypes import c_char
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,15 @@ if TYPE_CHECKING:  # the writer process reads this module's importers without to
     import torch
 
     from lowdiff.types import Bits
+
+
+#: Unsigned integers by their size; to look one up by its name takes longer than all else here.
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -48,10 +58,10 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def bits(values: torch.Tensor) -> Bits:
     """Return bit patterns of a flat CPU tensor as unsigned integers; shares its memory."""
-    array: Bits = np.frombuffer(byte_view(values), f"u{values.element_size()}")
+    array: Bits = np.frombuffer(byte_view(values), _UNSIGNED[values.element_size()])
     return array
 
 
 def array_of(values: torch.Tensor) -> npt.NDArray[Any]:
     """Return a flat CPU tensor as an array of the same dtype, which NumPy must know; shares its memory."""
-    return np.frombuffer(byte_view(values), str(values.dtype).removeprefix("torch."))
+    return np.frombuffer(byte_view(values), _numpy_dtype(values.dtype))
