@@ -47,7 +47,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, TopK
-from lowdiff.core.layout import byte_view
+from lowdiff.core.memory import byte_view
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.sections import encode_sections
 from lowdiff.protocols import Compressor

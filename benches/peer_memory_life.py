@@ -26,7 +26,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import Pair, abba
 from lowdiff.compressors import TopK
 from lowdiff.compressors.collectives import own_group
-from lowdiff.core.layout import byte_view
+from lowdiff.core.memory import byte_view
 from lowdiff.model.ranks import Ranks
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.peers.placement import peers_of

@@ -22,7 +22,8 @@ from torch import nn
 from benches.harness import pin, timed
 from benches.runs import Places, plan_from
 from lowdiff.compressors import from_settings
-from lowdiff.core.layout import byte_view, flat
+from lowdiff.core.layout import flat
+from lowdiff.core.memory import byte_view
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.recovery.load import load_snapshot

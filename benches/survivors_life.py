@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from benches.gpt import GPT, GPTConfig
 from lowdiff.compressors import TopK
-from lowdiff.core.layout import byte_view
+from lowdiff.core.memory import byte_view
 
 ARMS = ("torch_save", "log", "replica", "survivors", "in_process")
 #: Arms that average the whole gradient: all of them come to the same bits.

@@ -24,6 +24,7 @@ from lowdiff.compressors.settings import SparseSettings
 from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core import devices
 from lowdiff.core.layout import INT_OF_BYTES, torch_dtype
+from lowdiff.core.memory import array_of
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
@@ -263,7 +264,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
         return [
             *pieces("binned", self.layout, {i: sent[rank].means for i, sent in kept.items()}),
             *self.position_sections(kept, rank),
-            Section("binned/codes", "planes", codes.numpy()),
+            Section("binned/codes", "planes", array_of(codes)),
         ]
 
 
@@ -271,7 +272,7 @@ def positions_section(layout: Layout, positions: Mapping[int, torch.Tensor]) -> 
     """Return positions inside parameters, by ascending layout index, as positions in the layout."""
     there = [own.long() + layout.parameters[i].offset for i, own in positions.items()]
     (values,) = devices.on_host([torch.cat(there)])
-    return Section("binned/positions", "ascending", values.numpy())
+    return Section("binned/positions", "ascending", array_of(values))
 
 
 def stored_positions(payload: Payload, layout: Layout) -> dict[int, torch.Tensor]:

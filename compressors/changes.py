@@ -19,6 +19,7 @@ import torch
 
 from lowdiff.core.events import Code
 from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.core.memory import array_of
 from lowdiff.types import Layout
 
 #: Factors in the order in which they were applied; empty if the gradient is unchanged.
@@ -87,8 +88,8 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
         yield 0.0
         return
     # Extended precision keeps the intervals of float64 entries correct as well.
-    x = before[told].double().cpu().numpy().astype(np.longdouble)
-    y = after[told].double().cpu().numpy().astype(np.longdouble)
+    x = array_of(before[told].double().cpu()).astype(np.longdouble)
+    y = array_of(after[told].double().cpu()).astype(np.longdouble)
     mantissa, exponent = np.frexp(y)
     significant = _NUM_SIGNIFICANT_BITS[after.dtype]
     least = np.longdouble(torch.finfo(after.dtype).smallest_normal) * np.ldexp(0.5, 1 - significant)

@@ -29,7 +29,7 @@ from lowdiff.compressors.changes import (
 from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, pieces, shared_parts
 from lowdiff.core import devices
-from lowdiff.core.layout import bits, byte_view
+from lowdiff.core.memory import bits, byte_view
 from lowdiff.core.numerics import flushes_denormals
 from lowdiff.protocols import Decoder
 from lowdiff.types import Block, Layout, Payload, Section

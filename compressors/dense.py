@@ -14,7 +14,8 @@ from lowdiff.compressors.collectives import chained, completed, reproducible_mea
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.settings import Settings
 from lowdiff.core import devices
-from lowdiff.core.layout import bits, shares_of
+from lowdiff.core.layout import shares_of
+from lowdiff.core.memory import bits
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section

@@ -14,7 +14,8 @@ from lowdiff.compressors.changes import Factors, find_factors, has_foreign_entri
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, pieces
 from lowdiff.core import devices
-from lowdiff.core.layout import INT_OF_BYTES, bits
+from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.core.memory import array_of, bits
 from lowdiff.types import Layout, Section
 
 #: Positions inside a parameter that a rank stores, and the values at these positions.
@@ -185,7 +186,7 @@ class StoredEntries:
                     [indices, torch.cat([own for _, _, own in chosen])]
                 )
                 sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", indices.numpy()),
+                    Section(f"{prefix}indices/{dtype}", "ascending", array_of(indices)),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
                 ]
         return sections

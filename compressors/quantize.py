@@ -16,7 +16,7 @@ from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.compressors.settings import Settings, checked_seed
 from lowdiff.core import devices
-from lowdiff.core.layout import bits
+from lowdiff.core.memory import array_of, bits
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
@@ -200,7 +200,7 @@ class QuantizeReducer(RepresentedReducer[_Held]):
         codes, scales = devices.on_host([codes, scales])
         return [
             Section("quantized/parameters", "ascending", numbers(list(kept))),
-            Section("quantized/codes", "planes", codes.numpy()),
+            Section("quantized/codes", "planes", array_of(codes)),
             Section("quantized/scales", "planes", bits(scales)),
         ]
 

@@ -17,7 +17,7 @@ from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import listed, pieces, shared_parts
 from lowdiff.compressors.settings import SparseSettings, checked_seed
 from lowdiff.compressors.sparse import IndexedDecoder, SharedReducer
-from lowdiff.core.layout import bits
+from lowdiff.core.memory import bits
 from lowdiff.protocols import Decoder, Reducer, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 

@@ -12,7 +12,7 @@ import torch
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.lane import share
 from lowdiff.core import devices
-from lowdiff.core.layout import bits
+from lowdiff.core.memory import bits
 from lowdiff.errors import ReplayMismatch
 from lowdiff.types import Bits, Layout, Payload, Section
 

@@ -27,7 +27,8 @@ from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.sections import factors_of, floats, shared_parts
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.core import devices
-from lowdiff.core.layout import INT_OF_BYTES, bits
+from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.core.memory import array_of, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
@@ -332,7 +333,7 @@ class MagnitudeSelector:
         keys = torch.bitwise_and(
             values.view(integer), torch.iinfo(integer).max, out=scratch[: values.numel()]
         )
-        return torch.from_numpy(_largest(keys.numpy(), k))
+        return torch.from_numpy(_largest(array_of(keys), k))
 
 
 def _largest(keys: _Keys, k: int) -> npt.NDArray[np.int64]:

@@ -391,6 +391,7 @@ class Checkpointer:
                 indices=[*attached.parameters],
                 average=self._average if averages else None,
                 exchanges=None if opened.copies is None else opened.copies.spans,
+                ddp=attached.ddp,
             )
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.core.memory import bits
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
@@ -142,9 +142,9 @@ def largest_ulps(left: torch.Tensor, right: torch.Tensor) -> int | None:
 def _furthest(left: torch.Tensor, right: torch.Tensor) -> int:
     """Largest distance between bit patterns, counted in the order of the numbers they stand for."""
     a, b = _ordered(left), _ordered(right)
-    high, low = torch.maximum(a, b).numpy(), torch.minimum(a, b).numpy()
+    high, low = bits(torch.maximum(a, b)), bits(torch.minimum(a, b))
     # Unsigned, or the distance of two of 64 bits could overflow.
-    return int((high.view(np.uint64) - low.view(np.uint64)).max())
+    return int((high - low).max())
 
 
 def _ordered(patterns: torch.Tensor) -> torch.Tensor:

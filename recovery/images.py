@@ -11,7 +11,8 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.core import devices
-from lowdiff.core.layout import byte_view, dtype_name, shaped
+from lowdiff.core.layout import dtype_name, shaped
+from lowdiff.core.memory import byte_view
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
@@ -65,8 +66,8 @@ def image_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ImageTens
         named, devices.on_host([tensor for _, tensor in named]), strict=True
     ):
         values = host.contiguous()
-        data = byte_view(values) if values.numel() else memoryview(b"")
-        made.append(ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data))
+        code, data = _CODES[dtype_name(host.dtype)], byte_view(values)
+        made.append(ImageTensor(name, code, tuple(host.shape), data))
     return made
 
 

@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lowdiff.core.events import Code
-from lowdiff.core.layout import byte_view, flat, flat_like
+from lowdiff.core.layout import flat, flat_like
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.checked_copy import read_in_parallel
 from lowdiff.persistence.files.paths import RunFolder
@@ -258,7 +259,7 @@ def _read(
             if _is_item(name):
                 items[name] = encode(tensor)
             elif name == SCALARS:
-                encoded = tensor.numpy().tobytes()
+                encoded = bytes(byte_view(tensor))
             elif name.startswith(RESIDUAL):
                 # A compressor may keep state of its own beside the parameters' residuals.
                 own = name.removeprefix(RESIDUAL)
@@ -336,7 +337,7 @@ class ImageReader:
 
     def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = deque(torch.empty(e.shape, dtype=DTYPES[e.dtype], device="cpu") for e in batch)
-        parts = [byte_view(tensor) if tensor.numel() else memoryview(b"") for tensor in tensors]
+        parts = [byte_view(tensor) for tensor in tensors]
         found = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
         del parts
         if self._sums:

@@ -372,6 +372,79 @@ def test_where_a_tensor_lives_is_asked_in_one_place() -> None:
     assert found == {"lowdiff/core/devices.py", "lowdiff/integrations/batch_order.py"}
 
 
+#: What marks a storage, or makes one that is marked: it can never be resized again, or others share it.
+MARKING = re.compile(
+    r"(\.(numpy|__array__|share_memory_|pin_memory|set_)|\.?(from|to)_dlpack|torch\.(from_numpy|frombuffer)"
+    r"|np\.(array|asarray))$"
+)
+#: Where it is right, and why: no tensor of the user's is there.
+MARKS_ITS_OWN = {
+    # What comes from other ranks or goes to them, in memory of its own.
+    "lowdiff/model/ranks.py": {"torch.frombuffer"},
+    "lowdiff/peers/line.py": {"torch.frombuffer", "torch.from_numpy"},
+    "lowdiff/peers/residuals.py": {"torch.from_numpy"},
+    "lowdiff/peers/wards.py": {"torch.frombuffer"},
+    # A state dict of lowdiff's own objects.
+    "lowdiff/integrations/trainer_state.py": {".numpy", "torch.frombuffer"},
+    "lowdiff/loop/plain_loader.py": {"torch.from_numpy", "np.asarray"},
+    # The residual in its file, payloads as they are decoded, positions.
+    "lowdiff/step/residual.py": {"torch.from_numpy"},
+    "compressors/randomk.py": {"torch.from_numpy", "np.array"},
+    "compressors/sections.py": {"torch.from_numpy", "np.array"},
+    "compressors/sparse.py": {"torch.from_numpy"},
+    # Images, and what is handed out of a run: tensors that nobody had before.
+    "recovery/images.py": {"torch.frombuffer"},
+    "recovery/inspect/export.py": {"torch.from_numpy"},
+    "recovery/replica/file.py": {"torch.from_numpy"},
+    "persistence/versions/weights.py": {"torch.from_numpy"},
+    # Numbers, no tensors.
+    "lowdiff/core/digest.py": {"np.array"},
+    "persistence/format/differentials.py": {"np.array"},
+    "persistence/format/segment_file.py": {"np.array"},
+    "tuner/costs.py": {"np.asarray"},
+    "tuner/lost_tail.py": {"np.array"},
+    "tuner/simulate.py": {"np.asarray"},
+}
+
+
+def calls(name: re.Pattern[str]) -> dict[str, set[str]]:
+    """File of the product -> calls in it of functions whose names end so; examples, which users copy, are left out."""
+    found: dict[str, set[str]] = {}
+    word = re.compile(name.pattern.replace("$", r"\("))  # most files need not be parsed
+    for room in ("lowdiff", "compressors", "persistence", "recovery", "tuner"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if not word.search(text):
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call) and (match := name.search(ast.unparse(node.func))):
+                    found.setdefault(str(path.relative_to(ROOT)), set()).add(match[0])
+    return found
+
+
+def test_the_memory_of_tensors_is_looked_at_in_one_place() -> None:
+    """By `lowdiff.core.memory`, which leaves no mark: `Tensor.numpy` makes a storage unresizable for good."""
+    assert calls(MARKING) == MARKS_ITS_OWN
+
+
+def test_every_hook_asks_whether_it_may_act() -> None:
+    """Nothing of lowdiff runs inside a transform, a trace, a fake mode or a capture; `inside` alone knows these."""
+    registering = calls(re.compile(r"\b(register_\w*hook|set_all_reduce_hook)$")).keys()
+    assert registering - calls(re.compile(r"\binside$")).keys() == {
+        "lowdiff/step/fsdp_hook.py",  # its hook exchanges through `HookState`, which asks
+        "lowdiff/integrations/accelerate.py",  # counts optimizer steps, which are refused inside
+    }
+    knows = re.compile(r"is_compiling|is_tracing|_functorch|is_fx_|_get_dispatch_mode")
+    knowing = {
+        str(path.relative_to(ROOT))
+        for room in ("lowdiff", "compressors", "persistence", "recovery", "tuner")
+        for path in (ROOT / room).rglob("*.py")
+        if knows.search(path.read_text(encoding="utf-8"))
+    }
+    # The latter refuses also what torch.compile compiles once it has given up a trace.
+    assert knowing == {"lowdiff/core/transforms.py", "lowdiff/commit/session.py"}
+
+
 def test_mutations_are_tried_on_the_tiers_of_the_makefile() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     elsewhere = re.search(r"^ELSEWHERE := (.*)$", text, re.MULTILINE)

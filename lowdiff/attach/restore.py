@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowdiff.core import devices
-from lowdiff.core.layout import flat_like, is_dense, shaped
+from lowdiff.core.layout import flat_like, shaped
 from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
-from lowdiff.model.sharding import is_sharded, local_of, sharded_as
+from lowdiff.model.sharding import local_of, sharded_as
 from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.compare import has_same_bits
@@ -124,21 +122,9 @@ def load_gradients(state: RecoveredState, attached: Attached) -> None:
         if i not in held:
             parameter.grad = None
         elif parameter.grad is None:
-            parameter.grad = _zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
         else:
             parameter.grad.zero_()
-
-
-def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros in a parameter's form, on a CPU in memory that is taken when it is first written.
-
-    Most loops let go of them before the first backward pass.
-    """
-    is_plain = devices.may_look(parameter) and is_dense(parameter) and not is_sharded(parameter)
-    if not (is_plain and parameter.numel()):
-        return torch.zeros_like(parameter)
-    zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)
-    return zeros.as_strided(parameter.shape, parameter.stride())
 
 
 def _in_place(live: object, value: object) -> object:

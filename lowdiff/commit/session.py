@@ -16,6 +16,7 @@ from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
 from lowdiff.core import devices
 from lowdiff.core.events import Code
+from lowdiff.core.transforms import inside
 from lowdiff.errors import UsageError
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
@@ -95,6 +96,11 @@ class Session:
     def is_on_host(self) -> bool:
         """Whether the model is on the CPU."""
         return self._live.attached.is_on_host
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self._live.attached.device
 
     @property
     def resting(self) -> Sealed | None:
@@ -379,6 +385,7 @@ def _before(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
+    where = inside(session.device)
     # torch.compile goes on without compiling what raises while it is traced, but it still
     # compiles what that calls: the update itself, and any function that is called here.
     if torch.compiler.is_compiling() or _compiling_callback() not in (None, False):
@@ -386,6 +393,11 @@ def _before(
             "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
             "repeat; compile the model alone, or mark the function that calls "
             "optimizer.step() with torch.compiler.disable"
+        )
+    if where:
+        raise UsageError(
+            f"optimizer.step() runs inside {where}, where nothing can record the step; compute "
+            "gradients there, and call optimizer.step() outside"
         )
     if torch.is_inference_mode_enabled():
         raise UsageError(

@@ -63,6 +63,11 @@ def stream_of(device: torch.device) -> torch.Stream:
     return torch.cuda.current_stream(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what this thread queues on a device is captured for a CUDA graph, and not done."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors on the CPU; those that lie there are the same ones.
 

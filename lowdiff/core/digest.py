@@ -16,7 +16,8 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.core.crc import BITS, power_of_x, times_x
-from lowdiff.core.layout import byte_view, flat_like, is_dense
+from lowdiff.core.layout import flat_like, is_dense
+from lowdiff.core.memory import byte_view
 from lowdiff.types import ParameterSpec
 
 
@@ -42,16 +43,12 @@ class Looker:
     def _view(self, index: int) -> memoryview:
         tensor = self._tensors[index]
         if tensor.stride() != self._strides[index]:
-            return _bytes_of(in_order(tensor, self._strides[index]))
+            return byte_view(in_order(tensor, self._strides[index]))
         place = tensor.data_ptr()
         if place != self._places[index]:
             self._places[index] = place
-            self._views[index] = _bytes_of(tensor)
+            self._views[index] = byte_view(tensor)
         return self._views[index]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return byte_view(tensor) if tensor.numel() else memoryview(b"")
 
 
 def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -92,7 +89,7 @@ def entry_digests(entries: Mapping[Any, object], spec: ParameterSpec) -> dict[st
             return None
         is_like = tuple(value.shape) == spec.shape and is_dense(value)
         value = flat_like(value.detach(), spec) if is_like else value.detach().contiguous()
-        found[key] = crc32c(_bytes_of(value))
+        found[key] = crc32c(byte_view(value))
     return found
 
 

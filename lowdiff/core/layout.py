@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
-
-if TYPE_CHECKING:
-    from lowdiff.types import Bits
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 #: What `torch.compile` and activation checkpointing put into names.
@@ -83,18 +78,6 @@ def flat_like(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
         shaped(copy, spec).copy_(tensor)
         return copy
     return flat(tensor)
-
-
-def bits(values: torch.Tensor) -> Bits:
-    """Return bit patterns of a flat CPU tensor as unsigned integers; shares its memory."""
-    width = values.element_size()
-    array: Bits = values.view(INT_OF_BYTES[width]).numpy().view(np.dtype(f"u{width}"))
-    return array
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense CPU tensor, in memory order, without a copy."""
-    return flat(tensor).view(torch.uint8).numpy().data
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:

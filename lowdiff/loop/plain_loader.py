@@ -23,6 +23,7 @@ from crc32c import crc32c
 from torch.utils.data import DataLoader, IterableDataset
 
 from lowdiff.core.events import Code
+from lowdiff.core.memory import array_of
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, FetchWatch, mixed_seed, refuse_out_of_order, seed_all
 from lowdiff.model.items import Stateful, random_generators
@@ -589,10 +590,19 @@ def _length(source: Any) -> int:
 
 def _checksum(indices: Any, before: int) -> int:
     try:
-        data = np.asarray(indices, dtype=np.int64).tobytes()
+        data = np.asarray(_numbers(indices), dtype=np.int64).tobytes()
     except (TypeError, ValueError, OverflowError):  # keys of another kind
         data = repr(indices).encode()
     return int(crc32c(data, before))
+
+
+def _numbers(indices: Any) -> Any:
+    """Return indices without tensors, which NumPy would mark; see module `memory`."""
+    if isinstance(indices, torch.Tensor):
+        return indices.tolist()
+    if isinstance(indices, list | tuple):
+        return [i.tolist() if isinstance(i, torch.Tensor) else i for i in indices]
+    return indices
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -677,6 +687,6 @@ def _unpacked(state: Any) -> Any:
     if isinstance(state, Mapping) and "words" in state:
         return state["version"], tuple(state["words"].tolist()), state["more"]
     if isinstance(state, Mapping) and state.get("bit_generator") == "MT19937":
-        key = state["state"]["key"].numpy().astype(np.uint32)
+        key = array_of(state["state"]["key"]).astype(np.uint32)
         return {**state, "state": {**state["state"], "key": key}}
     return state

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowdiff.commit.session import Session
 from lowdiff.core.events import Code
+from lowdiff.core.transforms import inside
 from lowdiff.errors import UsageError
 from lowdiff.loop.dataloader import Body
 from lowdiff.model.binding import Attached
@@ -49,12 +50,16 @@ class Draws:
         }
         self._before: Mapping[str, Any] = {name: read() for name, read in self._readers.items()}
 
-    def names(self) -> list[str]:
-        """Return the generators that were drawn from, ignoring seeds of data loaders' iterators."""
+    def names(self, *, may_seed: bool) -> list[str]:
+        """Return the generators that were drawn from.
+
+        Args:
+            may_seed: Whether to ignore seeds of data loaders' iterators.
+        """
         return [
             name
             for name, read in self._readers.items()
-            if not _same(self._before[name], read(), may_seed=name == "torch")
+            if not _same(self._before[name], read(), may_seed=may_seed and name == "torch")
         ]
 
 
@@ -187,8 +192,13 @@ class TrainingLoop:
         self._unhook()
 
     def _before_forward(self) -> None:
-        # A forward pass that activation checkpointing repeats in the backward pass begins no body.
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        # What a transform or a trace calls waits for the next call outside. A forward pass that activation
+        # checkpointing repeats in the backward pass begins no body.
+        if (
+            inside(self._device)
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+        ):
             return
         is_training = any(part.training for part in self._model.modules())
         self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
@@ -209,7 +219,7 @@ class TrainingLoop:
         """Warn about random numbers that were drawn before the generators are restored."""
         if self._draws is None:
             return
-        names = self._draws.names()
+        names = self._draws.names(may_seed=True)
         self._draws = None
         if names:
             several, was = ("s", "were") if len(names) > 1 else ("", "was")
@@ -222,12 +232,17 @@ class TrainingLoop:
             )
 
     def _leave_generators(self) -> None:
-        """Keep the generators: the first body is over, and restoring them would repeat its numbers."""
-        if self._restored == _NOWHERE:
+        """The first body is over: restore generators late if it drew nothing, else keep them."""
+        if self._restored == _NOWHERE and self._draws is not None:
+            if not self._draws.names(may_seed=False):
+                self._restore(_IN_BODY)
+                return
+            # Restoring them would repeat the body's numbers.
             Code.GENERATORS_NOT_RESTORED.warn(
-                "the random generators were not restored, because the first step after attach "
-                "began without a forward pass of the attached model with gradients on: this run "
-                "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...), "
+                "the random generators were not restored, because the first step after attach drew from "
+                "them and began without a forward pass of the attached model with gradients on, outside "
+                "transforms of torch.func and traces: this run draws other numbers than an "
+                "uninterrupted one; loop over checkpointer.steps(...), "
                 "a checkpointer.dataloader(...) or an attached DataLoader, which restore them",
             )
         self._restored = _IN_BODY
@@ -265,7 +280,7 @@ class _Hook:
         self._call = call
 
     def __call__(self, *_: object) -> None:
-        if self._call is not None and not torch.compiler.is_compiling():
+        if self._call is not None:
             self._call()
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import keep_for_ever, leave, own_group, timeout_of
 from lowdiff.core.layout import dtype_name
+from lowdiff.core.memory import byte_view
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, StorageError
 from lowdiff.persistence.files.durable import make_directory, replaced
@@ -61,8 +62,7 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded, group=self.group)
         return [
-            decode(part[: int(size)].numpy().tobytes())
-            for part, size in zip(parts, sizes, strict=True)
+            decode(byte_view(part[: int(size)])) for part, size in zip(parts, sizes, strict=True)
         ]
 
     def meet(self, timeout_seconds: float) -> str:
@@ -145,7 +145,7 @@ class Ranks:
                     make_directory(target.parent)
                     with replaced(target, durable=durable) as file:
                         for piece in pieces:
-                            file.write(piece.numpy().data)
+                            file.write(byte_view(piece))
             except (OSError, LowDiffError) as error:
                 trouble.append(error)
             for _ in pieces:  # what is not wanted here, or could not be written
@@ -255,7 +255,7 @@ def _read(path: Path, start: int, piece: torch.Tensor) -> None:
     """
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        if file.readinto(piece.numpy().data) != len(piece):
+        if file.readinto(byte_view(piece)) != len(piece):
             raise StorageError(f"{path} became shorter while it was sent to other ranks")
 
 

@@ -15,7 +15,9 @@ from torch.optim.optimizer import (
 
 from lowdiff.core.digest import Looker, entry_digests, in_order, join, state_digest
 from lowdiff.core.events import Code
-from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
+from lowdiff.core.layout import flat, own_name, refuse_shared_memory, shares_of, torch_dtype
+from lowdiff.core.memory import bits
+from lowdiff.core.transforms import inside
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached, are_same
 from lowdiff.model.items import extra_state_keys
@@ -589,7 +591,7 @@ class AttachedObjects:
         self._look()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if inside(self._attached.device):
             return  # which the attached optimizers refuse
         if id(optimizer) in self._own:
             self._stepping = [optimizer]  # those around it, as SAM and Lookahead are, lead to it

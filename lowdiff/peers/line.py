@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
+from lowdiff.core.memory import array_of, byte_view
 from lowdiff.errors import RankLost
 from lowdiff.peers.residuals import Outgoing, Part
 from lowdiff.types import ResidualMark
@@ -245,7 +246,7 @@ class Receiver:
             numbers = torch.zeros(_NUM_FIELDS, dtype=torch.int64, device="cpu")
             work = dist.irecv(numbers, self._source, group=self._group)
             assert work is not None
-            length = numbers.numpy()
+            length = array_of(numbers)
             while length[0] == 0:
                 if self._is_over:
                     return None
@@ -264,7 +265,7 @@ class Receiver:
         """
         body = torch.empty(head.length, dtype=torch.uint8, device="cpu")
         self.part(body)
-        message = body.numpy().tobytes()
+        message = bytes(byte_view(body))
         if crc32c(message) != head.checksum:
             raise RankLost(f"a message of rank {self._rank} fails its checksum")
         return message

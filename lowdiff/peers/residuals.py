@@ -18,6 +18,7 @@ from crc32c import crc32c
 
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
 from lowdiff.core.events import Code
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import RankLost
 from lowdiff.peers.schedule import LinkMeter, schedule
 from lowdiff.peers.spans import Spans
@@ -121,7 +122,7 @@ class Plan:
                 later, span = divmod(now_span + chunk.span, len(idle))
                 position = now_step + later, span
             data = residual[offset : offset + chunk.bytes]
-            checksum = crc32c(data.numpy().data, checksum)
+            checksum = crc32c(byte_view(data), checksum)
             parts.append(Part(position, keeper, step, generation, offset, data, checksum))
             offset += chunk.bytes
         return parts
@@ -244,7 +245,7 @@ class Outgoing:
             assert self._pending is not None
             (self._step, mark), self._pending = self._pending, None
         parts: list[Part] = []
-        if self._residual.read(mark, self._buffer.numpy().data):
+        if self._residual.read(mark, byte_view(self._buffer)):
             parts = self.plan.cut(self._buffer, self._step, mark.generation)
         with self.changed:
             self._parts.extend(parts)
@@ -328,7 +329,7 @@ class _Incoming:
     def take(self, part: torch.Tensor, checksum: int) -> None:
         if not self._generation:
             return
-        self._checksum = crc32c(part.numpy().data, self._checksum)
+        self._checksum = crc32c(byte_view(part), self._checksum)
         if self._checksum != checksum:
             raise RankLost(f"a part of the residual of step {self._step} fails its checksum")
         self._size += part.nbytes

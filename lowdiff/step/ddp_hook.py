@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.compressors.collectives import completed
 from lowdiff.core.layout import flat
+from lowdiff.core.transforms import inside
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel, UsageError
 from lowdiff.protocols import Reducer
 
@@ -57,6 +58,7 @@ class HookState:
         self._reducer: Reducer | None = None
         self._average: Average | None = None
         self._exchanges: Exchanges | None = None
+        self._ddp: DistributedDataParallel | None = None
         self._index_of: dict[int, int] = {}
         #: Layout indices of parameters whose gradients were averaged and not consumed since.
         self._exchanged: set[int] = set()
@@ -74,6 +76,7 @@ class HookState:
         indices: Sequence[int] | None = None,
         average: Average | None = None,
         exchanges: Exchanges | None = None,
+        ddp: DistributedDataParallel | None = None,
     ) -> None:
         """Start to reduce for some parameters.
 
@@ -83,9 +86,11 @@ class HookState:
             indices: Layout index of each; None where they are the whole layout.
             average: Averages instead of the reducer, which then only reads what optimizers consume.
             exchanges: Is told when each exchange begins and ends.
+            ddp: Whose hook calls, if it is DDP's.
         """
         self._reducer = reducer
         self._exchanges = exchanges
+        self._ddp = ddp
         self._average = average
         self._why_closed = _OUTSIDE
         self.has_failed = False
@@ -96,12 +101,12 @@ class HookState:
     def close(self, reducer: Reducer) -> None:
         """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
         if self._reducer is reducer:
-            self._reducer = self._average = self._exchanges = None
+            self._reducer = self._average = self._exchanges = self._ddp = None
 
     def detach(self, average: Average) -> None:
         """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
         self._reducer, self._average = None, average
-        self._exchanges = None
+        self._exchanges = self._ddp = None
         self.has_failed = False
         self._exchanged.clear()
 
@@ -113,7 +118,7 @@ class HookState:
 
     def leave(self, why: str) -> None:
         """Stop without giving anything back, in a process that only got a copy of what is open."""
-        self._reducer = self._average = self._exchanges = None
+        self._reducer = self._average = self._exchanges = self._ddp = None
         self._why_closed = why
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -180,6 +185,8 @@ class HookState:
         self._refuse_closed()
         if self._reducer is None:
             return self.exchange((), (), bucket.buffer())
+        if self._ddp is not None:
+            _refuse_join(self._ddp)
         if bucket.buffer().layout != torch.strided:
             raise UnsupportedModel(
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "
@@ -215,6 +222,11 @@ class HookState:
         if self._reducer is None:
             assert self._average is not None
             return self._average(buffer)
+        if where := inside(buffer.device):
+            raise UsageError(
+                f"gradients are exchanged inside {where}, which repeats the exchange without lowdiff; run "
+                "the backward pass outside"
+            )
         try:
             indices = [self._index_of[id(parameter)] for parameter in parameters]
         except KeyError as error:
@@ -227,6 +239,22 @@ class HookState:
             return self._average(buffer)
         with without_autocast(buffer.device):
             return self._reducer.reduce(indices, gradients, buffer)
+
+
+def _refuse_join(ddp: DistributedDataParallel) -> None:
+    """Refuse a loop in which a rank may make steps that others do not make.
+
+    DDP keeps the mark of a ``Join`` also after its with block.
+    """
+    join = ddp._join_config
+    if join.enable and not join.throw_on_early_termination:
+        raise UsageError(
+            "the loop runs inside torch's Join (ddp.join(), accelerator.join_uneven_inputs), where ranks that "
+            "have no batch left stop and the others go on. A step counts only if all ranks commit it, so the others "
+            "would wait for those. Give every rank the same number of batches, as DistributedSampler does, or end "
+            "all ranks with the first one: ddp.join(throw_on_early_termination=True). Of a Join that is over, "
+            "ddp.join(enable=False) takes the mark away"
+        )
 
 
 def autocasts(device: torch.device) -> bool:

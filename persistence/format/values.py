@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgpack
 import numpy as np
 
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import ConfigError
 from lowdiff.types import ItemRef
 
@@ -167,26 +168,28 @@ _PLAIN_TYPES: dict[type, StoredType] = {
 def _torch_types() -> dict[type, StoredType]:
     import torch
 
+    from lowdiff.core import devices
+
     dtypes = {
         str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype
     }
     names = {dtype: name for name, dtype in dtypes.items()}
-    known_to_numpy = {getattr(torch, dtype.name) for dtype in _NUMPY_DTYPES.values()}
 
     def split_tensor(tensor: torch.Tensor) -> _Labelled | None:
         dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
         if not dense or tensor.is_quantized or tensor.dim() > _MAX_DIMS:
             return None
-        if tensor.dtype in known_to_numpy:  # one call where others take seven
-            data = tensor.numpy(force=True).tobytes()
-        else:
-            cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            data = cpu.view(-1).view(torch.uint8).numpy().tobytes()
+        host = tensor
+        is_as_in_memory = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not (
+            is_as_in_memory and devices.may_look(tensor)
+        ):  # calls that most tensors do not need
+            host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return [
             ("dtype", names[tensor.dtype]),
             ("device", str(tensor.device)),
             ("shape", list(tensor.shape)),
-            ("data", data),
+            ("data", bytes(byte_view(host))),
         ]
 
     def join_tensor(parts: list[Any]) -> torch.Tensor:
@@ -195,7 +198,7 @@ def _torch_types() -> dict[type, StoredType]:
         if name.startswith("q"):
             raise BadEncoding("a quantised tensor, without its scale")
         flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
-        flat.numpy()[:] = np.frombuffer(data, np.uint8)
+        byte_view(flat)[:] = data
         return flat.view(dtypes[name]).view(shape).detach()  # detached, so not a view for autograd
 
     def join_size(parts: list[Any]) -> torch.Size:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.image import item_bytes
 
@@ -75,15 +76,11 @@ class Tensor:
         Raises:
             ConfigError: If its dtype cannot be published.
         """
-        import torch
-
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _CODES:
             raise ConfigError(f"a tensor of {tensor.dtype} cannot be published")
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        width = flat.element_size()
-        words: Words = flat.view(getattr(torch, _INTEGERS[width])).numpy().view(_WORDS[width])
-        return cls(_CODES[name], tuple(tensor.shape), words.copy())
+        own = bytearray(byte_view(tensor.detach().cpu().contiguous()))
+        return cls.of_bytes(_CODES[name], tuple(tensor.shape), own)
 
     def to_numpy(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return an array of another dtype; bfloat16 may be an array of ``ml_dtypes``, too.

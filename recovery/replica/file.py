@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.layout import byte_view, dtype_name
+from lowdiff.core.layout import dtype_name
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.files.mapped_file import MappedFile

@@ -19,7 +19,7 @@ import pytest
 
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaImages
-from lowdiff.core.layout import byte_view
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder

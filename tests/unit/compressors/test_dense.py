@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
-from lowdiff.core.layout import bits, layout_of, share_owners, shares_of
+from lowdiff.core.layout import layout_of, share_owners, shares_of
+from lowdiff.core.memory import bits
 from lowdiff.step.ddp_hook import HookState, comm_hook
 from lowdiff.types import Block, Layout
 from tests.crash.pool import Pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.layout import byte_view
+from lowdiff.core.memory import byte_view
 
 
 def checksum(tensor: torch.Tensor) -> int:

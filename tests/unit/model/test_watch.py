@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lowdiff.core.digest import join
-from lowdiff.core.layout import bits, flat, share_owners
+from lowdiff.core.layout import flat, share_owners
+from lowdiff.core.memory import bits
 from lowdiff.model.binding import Attached, describe
 from lowdiff.model.watch import Seen, Watch
 from lowdiff.types import AverageStep, Bits

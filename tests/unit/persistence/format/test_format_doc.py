@@ -18,7 +18,8 @@ import pytest
 import zstandard
 
 import lowdiff
-from lowdiff.core.layout import bits, flat, share_owners
+from lowdiff.core.layout import flat, share_owners
+from lowdiff.core.memory import bits
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import CODINGS, Codec
 from lowdiff.persistence.format.differentials import encode_scalars

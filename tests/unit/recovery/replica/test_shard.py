@@ -16,7 +16,8 @@ from torch import nn
 from lowdiff.compressors import Dense
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.digest import entry_digests, state_digest
-from lowdiff.core.layout import byte_view, flat
+from lowdiff.core.layout import flat
+from lowdiff.core.memory import byte_view
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.model.binding import describe, hyper_parameters
