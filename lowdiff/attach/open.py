@@ -184,7 +184,6 @@ def open_session(
             lock.acquire()
         run_id, stages, is_in_store = agreed_run(settings, ranks)
         past = past_of(settings, ranks, run_id, stages)
-        memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # Retention removes nothing meanwhile: what is recovered must still be there when the
             # fences say that it is the base.
@@ -219,6 +218,8 @@ def open_session(
                 start = load_start(settings, given, ranks, state, restore)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
+            # Only now the objects tell how much they hold.
+            memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
             if lost_tail is not None and lost_tail.chosen:
                 start = replace(start, needs_snapshot=True)
             fence = _fenced(settings, given, catalog, number, ranks, start, memory.node, lost_tail)

@@ -67,6 +67,39 @@ def test_objects_that_are_new_renamed_replaced_or_left_out_are_named_in_one_warn
     assert warnings(caplog) == []
 
 
+class Early(Warmup):
+    """Takes a state only before it was asked for one, as torchdata's node loader does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_asked = False
+
+    def state_dict(self) -> dict[str, Any]:
+        self.was_asked = True
+        return {"count": self.count, "table": torch.full((3000,), float(self.count))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.was_asked:
+            self.count = state["count"]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("strategy", ["log", "replica", "survivors"])
+def test_objects_are_given_their_state_before_they_are_asked_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    compressor = {} if strategy == "log" else {"compressor": None, "strategy": strategy}
+    for resumed, until in ((0, 3), (3, 5), (5, 6)):
+        loop = Loop(tmp_path, settings=compressor)
+        thing = Early()
+        assert loop.attach(early=thing) == thing.count == resumed
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+            thing.count += 1
+        loop.checkpointer.close()
+    assert "LD309" not in caplog.text
+
+
 def test_a_class_that_is_found_in_another_module_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
