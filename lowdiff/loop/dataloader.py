@@ -6,7 +6,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,55 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lowdiff.errors import ConfigError, UsageError
+from lowdiff.loop.fetches import Body, Fetches
 from lowdiff.model.items import Stateful
 
 _NUM_SEEDS = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Position of a loop over ``steps()``.
-
-    Attributes:
-        step: Number of completed steps.
-        is_over: Whether the body has made its optimizer step, which is committed when the body
-            ends.
-    """
-
-    step: int = 0
-    is_over: bool = False
-
-
-class FetchWatch:
-    """Refuses a batch of the next step that is fetched before the step before it is committed."""
-
-    def __init__(self, body: Callable[[], Body]) -> None:
-        """Begin an iteration over a loader.
-
-        Args:
-            body: Returns the loop's position.
-        """
-        self._body = body
-        # A loader that starts after the step (an evaluation, say) belongs to this step. So do
-        # batches after the step if earlier batches of the loader came in the same body.
-        self._is_behind, self._fetched_in = body().is_over, -1
-
-    def batch_came(self) -> None:
-        """Note a batch before it is handed out.
-
-        Raises:
-            UsageError: If a body of ``steps()`` fetches the next step's batch.
-        """
-        now = self._body()
-        self._is_behind &= now.is_over
-        if now.is_over and not self._is_behind and self._fetched_in not in (-1, now.step):
-            raise UsageError(
-                "the next batch was fetched after optimizer.step() and before steps() committed "
-                "the body, so a run that resumes there would leave that batch out; begin each "
-                "body with its batch: for step, batch in zip(checkpointer.steps(N), loader), in "
-                "this order"
-            )
-        self._fetched_in = now.step
 
 
 class _Epochs(ABC):
@@ -85,7 +39,7 @@ class _Epochs(ABC):
         """
         self.epoch = 0
         self._before_batch = before_batch or (lambda: None)
-        self._body = body or Body
+        self._fetches = Fetches(body or Body)
 
     def _in_time(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Hand out batches.
@@ -94,11 +48,12 @@ class _Epochs(ABC):
             UsageError: If a body of ``steps()`` fetches the next step's batch.
         """
         self._before_batch()
-        watch = FetchWatch(self._body)
+        watch = self._fetches.begin()
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
+                watch.ended()
                 return
             except Exception:  # of the dataset: the loop may catch it and begin another iteration
                 self._batch_failed()
@@ -212,11 +167,11 @@ class ResumableLoader(_Epochs):
         self.consumed = 0
 
     def _evaluation(self) -> Iterator[Any]:
-        begun = self._body()
+        begun = self._fetches.body()
         for batch in self._load(self._batches()):
             yield batch
             # With gradients off whoever asks goes on evaluating, with an iteration that lasts over steps.
-            if self._body() != begun and torch.is_grad_enabled():
+            if self._fetches.body() != begun and torch.is_grad_enabled():
                 raise UsageError(
                     "an iteration over checkpointer.dataloader(...) that began while gradients were "
                     "off is an evaluation, whose batches do not count, but a step was made between "
@@ -257,11 +212,8 @@ class ResumableLoader(_Epochs):
         Raises:
             ConfigError: If the position is inside an epoch that was begun with another order.
         """
-        self.epoch = state_dict["epoch"]
-        self.consumed = state_dict["samples"] // self._stride
-        if state_dict["is_over"]:
-            self.consumed = len(self)  # the epoch is over, so changed settings do not matter
-        elif state_dict["samples"]:
+        self.epoch, self.consumed = state_dict["epoch"], self._consumed_by(state_dict)
+        if state_dict["samples"] and not state_dict["is_over"]:
             now = self.state_dict()
             changed = [
                 f"{name}={now[name]} instead of {state_dict[name]}"
@@ -274,6 +226,17 @@ class ResumableLoader(_Epochs):
                     f"{', '.join(changed)} now, so its unseen samples are unknown; keep the earlier "
                     "settings until that epoch is over"
                 )
+
+    def _consumed_by(self, state_dict: Mapping[str, int]) -> int:
+        """Return the batches of this rank that a state counts as consumed."""
+        if state_dict["is_over"]:
+            return len(self)  # so changed settings do not matter
+        return state_dict["samples"] // self._stride
+
+    def holds(self, state_dict: Mapping[str, int]) -> bool:
+        """Whether the position is that of a state, which may be of other ranks, batches or data."""
+        here = self.epoch, self.consumed
+        return here == (state_dict["epoch"], self._consumed_by(state_dict))
 
     @property
     def _stride(self) -> int:

@@ -24,8 +24,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lowdiff.core.events import Code
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import Body, FetchWatch, mixed_seed, refuse_out_of_order, seed_all
+from lowdiff.loop.dataloader import mixed_seed, refuse_out_of_order, seed_all
+from lowdiff.loop.fetches import Body, Fetches, FetchWatch, Gradients
 from lowdiff.model.items import Stateful, random_generators
+from lowdiff.persistence.format.values import same
 
 #: Name of the attribute by which a hooked loader knows its positions.
 _POSITIONS = "_lowdiff_positions"
@@ -106,7 +108,11 @@ class PlainLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], before_batch: Callable[[], None], body: Callable[[], Body]
+        self,
+        loader: DataLoader[Any],
+        before_batch: Callable[[], None],
+        body: Callable[[], Body],
+        model: torch.nn.Module,
     ) -> None:
         """Look at a loader; `hook` changes it.
 
@@ -114,6 +120,7 @@ class PlainLoader:
             loader: The user's loader.
             before_batch: Called where a step may begin: it restores the random generators.
             body: Returns the loop's position.
+            model: What is trained.
 
         Raises:
             ConfigError: If its batches cannot be skipped by index.
@@ -122,6 +129,8 @@ class PlainLoader:
         self._kind = _own_class(loader)
         self._refuse()
         self._before_batch, self._body = before_batch, body
+        self._model = weakref.ref(model)  # a loader outlives the Checkpointer
+        self._fetches = Fetches(body)
         self._epoch = 0
         self._num_begun = 0
         self._seed: int | None = None
@@ -129,8 +138,10 @@ class PlainLoader:
         self._tracked: list[tuple[Callable[[], _Iteration | None], _Position]] = []
         #: Positions of the resumed step that no iteration has taken yet, in the order they began.
         self._untaken: list[_Position] = []
-        #: Committed steps when an iteration that was resumed ended without a step.
-        self._unused_at: int | None = None
+        #: Committed steps when an iteration that was resumed ended without a step, and how it ended.
+        self._unused_at: tuple[int, str] | None = None
+        #: The gradients when the first batch of a resumed iteration was handed out.
+        self._gradients: Gradients | None = None
         #: A plain loader with the same fields, but for dataset, indices and generator. Persistent
         #: workers belong to it.
         self._inner: Any = None
@@ -210,6 +221,14 @@ class PlainLoader:
             generator.set_state(known)
         _write_samplers(self._loader, state["samplers"])
 
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether generators and samplers are as a state has them; those that are new have none there."""
+        generators = zip(_generators(self._loader), state["generators"], strict=False)
+        samplers = zip(_read_samplers(self._loader), state["samplers"], strict=False)
+        return all(torch.equal(live.get_state(), known) for live, known in generators) and all(
+            same(live, known) for live, known in samplers if live.keys() == known.keys()
+        )
+
     def begin(self) -> Iterator[Any]:
         """Begin an iteration: ``iter(loader)``.
 
@@ -231,14 +250,7 @@ class PlainLoader:
             self._before_batch()
         self._settle()
         self._tracked = [(made, p) for made, p in self._tracked if made() is not None]
-        if self._unused_at is not None and self._unused_at == self._body().step:
-            Code.POSITION_UNUSED.warn(
-                "the first iteration over a loader after attach went on where the resumed step "
-                "was, and was left before a step was made with its batches; the next one begins a "
-                "new epoch. If that was a look at the data, take it before attach, or under "
-                "torch.no_grad()",
-            )
-        self._unused_at = None
+        self._warn_if_unused()
         position = self._untaken.pop(0) if self._untaken else self._new()
         iteration = _Iteration(self, position, is_watched=True)
         self._tracked.append((weakref.ref(iteration), position))
@@ -273,7 +285,7 @@ class PlainLoader:
                 kept.append((made, position))
                 continue
             self._epoch += not position.is_nested
-            self._note_unused(position)
+            self._note_unused(position, "was left")
         self._tracked = kept
 
     def _warn_if_left(self) -> None:
@@ -287,12 +299,34 @@ class PlainLoader:
                     "before commit(), or when the next batch is there",
                 )
 
-    def _note_unused(self, position: _Position) -> None:
+    def _note_unused(self, position: _Position, how: str) -> None:
         if position.begun_at == -1 and position.handed and position.handed_at == self._body().step:
-            self._unused_at = position.handed_at
+            self._unused_at = position.handed_at, how
+
+    @property
+    def _is_evaluated(self) -> bool:
+        model = self._model()
+        return model is not None and not any(part.training for part in model.modules())
+
+    def _warn_if_unused(self) -> None:
+        unused, self._unused_at = self._unused_at, None
+        gradients, self._gradients = self._gradients, None
+        if unused is None or unused[0] != self._body().step:
+            return
+        # Gradients of a step that is still to come may go over the end of an epoch.
+        if gradients is None or not gradients.were_written():
+            Code.POSITION_UNUSED.warn(
+                "the first iteration over a loader after attach went on where the resumed step was, "
+                f"and {unused[1]} before a step or a gradient was made with its batches; the next one "
+                "begins a new epoch. If that was a look at the data, take it before attach, or under "
+                "torch.no_grad()",
+            )
 
     def came(self, position: _Position) -> None:
         """A batch of an iteration is handed out, or could not be loaded."""
+        if position.begun_at == -1 and not position.handed:
+            model = self._model()
+            self._gradients = Gradients(() if model is None else model.parameters())
         position.consumed += 1
         position.handed += 1
         position.handed_at = self._body().step
@@ -306,12 +340,13 @@ class PlainLoader:
         self._tracked = [(made, p) for made, p in self._tracked if p is not position]
         if len(self._tracked) < before:
             self._epoch += not position.is_nested
-            self._note_unused(position)
+            if self._is_evaluated:
+                self._note_unused(position, "ended in an evaluation of the model,")
 
     def watch_fetches(self) -> FetchWatch:
         """Return what refuses a batch that is fetched too early, from the first batch of a step on."""
         self._before_batch()
-        return FetchWatch(self._body)
+        return self._fetches.begin()
 
     def batches(self, position: _Position) -> Any:
         """Return PyTorch's own iterator over the batches from a position on."""
@@ -441,6 +476,7 @@ class _Iteration:
         try:
             batch = next(self._batches)
         except StopIteration:
+            self._fetches.ended()
             self._owner.is_over(self._position)
             raise
         except Exception:  # of the dataset: the loop may go on with the next batch

@@ -110,6 +110,15 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Adapting(Stateful, Protocol):
+    """An object that fits the state it is given to settings of its own, and may return another one."""
+
+    def holds(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether the object is where the state says, as far as its settings allow."""
+        ...
+
+
 def random_generators(
     device: torch.device,
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:

@@ -606,6 +606,86 @@ def test_a_look_at_the_data_that_takes_the_resumed_position_is_warned_of(
     again.checkpointer.close()
 
 
+def test_an_evaluation_with_gradients_on_that_takes_the_resumed_position_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tmp_path, plain(), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 12)
+    testing.kill(life.checkpointer)
+    again = Life(tmp_path, plain())
+    again.attach()
+    again.model.eval()
+    for _, inputs in again.loader:
+        again.model(inputs)
+    again.model.train()
+    again.backward(next(iter(again.loader)))
+    assert caplog.text.count("LD217") == 1
+    again.checkpointer.close()
+
+
+def across(life: Life, until: int) -> None:
+    """Four batches a step, also over the end of an epoch."""
+    batches = iter(life.loader)
+    while life.step < until:
+        for _ in range(4):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(life.loader)
+                batch = next(batches)
+            life.backward(batch)
+        life.update()
+        life.commit()
+
+
+def across_in_evaluation_mode(life: Life, until: int) -> None:
+    """As those train who keep all statistics as they are."""
+    life.model.eval()
+    across(life, until)
+
+
+def gathering(life: Life, until: int) -> None:
+    """Four batches are fetched before the first is trained on."""
+    batches = iter(life.loader)
+    while life.step < until:
+        waiting: list[Any] = []
+        while len(waiting) < 4:
+            try:
+                waiting.append(next(batches))
+            except StopIteration:
+                batches = iter(life.loader)
+        for batch in waiting:
+            life.backward(batch)
+        life.update()
+        life.commit()
+
+
+def dropping(life: Life, until: int) -> None:
+    """Gradients of what is left at an epoch's end are thrown away."""
+    for _ in range(life.checkpointer.epoch_of(life.loader), 9):
+        for number, batch in enumerate(life.loader, life.checkpointer.state.get("inside", 0)):
+            life.backward(batch)
+            if number % 4 == 3:
+                life.checkpointer.state["inside"] = number + 1
+                life.update()
+                life.commit()
+                if life.step == until:
+                    return
+        life.checkpointer.state["inside"] = 0
+        life.optimizer.zero_grad()
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("body", [across, across_in_evaluation_mode, gathering, dropping])
+def test_an_epoch_that_ends_within_a_step_is_no_look_at_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, body: Body
+) -> None:
+    both(tmp_path, plain, body, 4, [1])
+    assert "LD21" not in caplog.text
+
+
 class Failing(Noisy):
     """Its sixth sample cannot be read."""
 
