@@ -27,7 +27,7 @@ from lowdiff.compressors import Averaged, Dense
 from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import ResumableLoader, StatefulEpochs
+from lowdiff.loop.dataloader import LeftOut, ResumableLoader, StatefulEpochs
 from lowdiff.loop.fetches import Body
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
@@ -485,7 +485,7 @@ class Checkpointer:
     def _plain_loaders_of(
         self, objects: Mapping[str, Any], model: torch.nn.Module
     ) -> tuple[dict[str, PlainLoader], dict[str, Stateful]]:
-        """Return the plain DataLoaders among attached objects, and the rest.
+        """Return the plain DataLoaders among attached objects, and the rest with what it leaves out.
 
         Raises:
             ConfigError: If one cannot be resumed, or is there twice.
@@ -497,7 +497,13 @@ class Checkpointer:
             if any(thing is other.loader for other in loaders.values()):
                 raise ConfigError(f"{name} is attached by another name as well; attach it once")
             loaders[name] = PlainLoader(thing, self._body_begins, self._body, model)
-        return loaders, {name: thing for name, thing in objects.items() if name not in loaders}
+        others = {name: thing for name, thing in objects.items() if name not in loaders}
+        left_out = {
+            f"{name}.generator": LeftOut(thing)
+            for name, thing in others.items()
+            if isinstance(thing, DataLoader)
+        }
+        return loaders, {**others, **left_out}
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any

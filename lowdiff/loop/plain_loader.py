@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,11 @@ import torch
 from crc32c import crc32c
 from torch.utils.data import DataLoader, IterableDataset
 
-from lowdiff.core.events import Code
+from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import mixed_seed, refuse_out_of_order, seed_all
+from lowdiff.loop.dataloader import mixed_seed, refuse_out_of_order, samplers_of, seed_all
 from lowdiff.loop.fetches import Body, Fetches, FetchWatch, Gradients
+from lowdiff.loop.shares import Share, order_of, share_of
 from lowdiff.model.items import Stateful, random_generators
 from lowdiff.persistence.format.values import same
 
@@ -61,6 +62,9 @@ class _Position:
         handed_at: Committed steps when the last batch was handed out.
         recorded: ``consumed`` as a step was told last.
         handed: Batches handed out in this process.
+        share: How a ``DistributedSampler`` shares the epoch out; None with another sampler.
+        skipped: Samples of the epoch that were consumed on all ranks while it was shared out over others.
+        length: Batches of the rest behind these; -1 where none were skipped.
     """
 
     seed: int
@@ -72,6 +76,9 @@ class _Position:
     is_drawn_out: bool = False
     is_over: bool = False
     begin: dict[str, Any] | None = None
+    share: dict[str, Any] | None = None
+    skipped: int = 0
+    length: int = -1
     checksums: deque[int] = field(default_factory=deque)
     begun_at: int = -1
     handed_at: int = -1
@@ -93,6 +100,9 @@ _RECORDED = (
     "is_drawn_out",
     "is_over",
     "begin",
+    "share",
+    "skipped",
+    "length",
 )
 
 
@@ -165,7 +175,7 @@ class PlainLoader:
                 "samples were seen; attach a plain DataLoader (persistent_workers=True keeps workers "
                 "from epoch to epoch), or give it state_dict() and load_state_dict()"
             )
-        for part in _samplers(loader):
+        for part in samplers_of(loader):
             if isinstance(part, Iterator):
                 raise ConfigError(
                     f"the sampler {type(part).__name__} is an iterator, which cannot begin again, so "
@@ -332,7 +342,8 @@ class PlainLoader:
         position.handed_at = self._body().step
         if position.checksums:
             position.checksum = position.checksums.popleft()
-        position.is_over = position.consumed == _length(self._source())
+        length = position.length if position.skipped else _length(self._source())
+        position.is_over = position.consumed == length
 
     def is_over(self, position: _Position) -> None:
         """An iteration has no more batches."""
@@ -374,7 +385,8 @@ class PlainLoader:
         """Yield the indices of each batch that is not consumed; for PyTorch's iterator."""
         ahead: list[Any] = []
         if position.begin is None:
-            position.begin = _read_all(self._loader)
+            position.begin, share = _read_all(self._loader), share_of(self._loader)
+            position.share = None if share is None else asdict(share)
             indices = iter(self._source())
         else:
             indices, ahead = self._draw_again(position)
@@ -401,26 +413,21 @@ class PlainLoader:
         assert begin is not None
         now = _read_all(loader)
         self._check_epochs(now["samplers"], begin["samplers"])
-        position.checksums.clear()
-        checksum, ahead = 0, []
         _write_all(loader, begin)
+        share = None if position.is_over else share_of(loader)
+        before = None if share is None or position.share is None else Share(**position.share)
         try:
-            indices = iter(self._source())
-            for number in range(position.drawn):
-                batch = next(indices, None)
-                if batch is None:
-                    break
-                checksum = _checksum(batch, checksum)
-                if number < position.consumed:
-                    if number == position.consumed - 1 and checksum != position.checksum:
-                        break
-                else:
-                    ahead.append(batch)
-                    position.checksums.append(checksum)
+            if share is None or before is None or (share == before and not position.skipped):
+                indices = iter(self._source())
+                if (ahead := _ahead(indices, position)) is not None and not position.skipped:
+                    return indices, ahead
             else:
-                if position.is_drawn_out:
-                    next(indices, None)  # some samplers draw once more at their end
-                return indices, ahead
+                order = order_of(loader.sampler)  # type: ignore[arg-type]
+                indices = iter(before.batches(order, position.skipped))
+                if (ahead := _ahead(indices, position)) is not None:
+                    if share == before:
+                        return indices, ahead
+                    return iter(_shared_anew(position, before, share, order)), []
         finally:
             # A stateful sampler is where it drew to.
             now["samplers"] = [{} if "state" in known else known for known in now["samplers"]]
@@ -431,7 +438,8 @@ class PlainLoader:
         raise ConfigError(
             f"the run is in the middle of an epoch of a {self._kind.__name__}, after "
             f"{position.consumed} batches, and its sampler draws other indices now; keep dataset, "
-            "batch size, seed and number of ranks until that epoch is over. A sampler of your own "
+            "batch size, seed and number of ranks until that epoch is over (batch size and ranks may "
+            "change with PyTorch's DistributedSampler). A sampler of your own "
             "must draw the same after the same random states and set_epoch(), or have state_dict() "
             "and load_state_dict(). To begin the epoch anew, leave the loader out of attach once"
         )
@@ -616,6 +624,43 @@ class _SeededSamples:
         return _SeededSamples, (object.__getattribute__(self, "_lowdiff_dataset"),)
 
 
+def _ahead(indices: Iterator[Any], position: _Position) -> list[Any] | None:
+    """Pass over what a position has consumed; return what was drawn behind it, None if that is not the same."""
+    position.checksums.clear()
+    checksum, ahead = 0, []
+    for number in range(position.drawn):
+        batch = next(indices, None)
+        if batch is None:
+            return None
+        checksum = _checksum(batch, checksum)
+        if number >= position.consumed:
+            ahead.append(batch)
+            position.checksums.append(checksum)
+        elif number == position.consumed - 1 and checksum != position.checksum:
+            return None
+    if position.is_drawn_out:
+        next(indices, None)  # some samplers draw once more at their end
+    return ahead
+
+
+def _shared_anew(
+    position: _Position, before: Share, share: Share, order: list[int]
+) -> list[list[int]]:
+    """Begin the rest of an epoch with other ranks or batches; return the indices of its batches."""
+    position.skipped += position.consumed * before.batch_size * before.ranks
+    # What workers draw depends on the number of the batch, which begins anew.
+    position.seed = mixed_seed(position.seed, position.skipped, share.rank)
+    position.share = asdict(share)
+    position.consumed = position.drawn = position.checksum = 0
+    position.is_drawn_out = False
+    position.checksums.clear()
+    batches = share.batches(order, position.skipped)
+    position.length = len(batches)
+    left = max(0, len(order) - position.skipped)
+    inform(f"the {left} samples that are left of an epoch go to {share.ranks} rank(s) now")
+    return batches
+
+
 def _length(source: Any) -> int:
     try:
         return len(source)
@@ -631,22 +676,10 @@ def _checksum(indices: Any, before: int) -> int:
     return int(crc32c(data, before))
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """Return what yields a loader's indices: batch sampler, sampler, and the samplers in them."""
-    found: list[Any] = []
-    waiting = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        part = waiting.pop(0)
-        if part is not None and all(part is not other for other in found):
-            found.append(part)
-            waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
-    return found
-
-
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers have of their own, each once."""
     found: dict[int, torch.Generator] = {}
-    for part in (loader, *_samplers(loader)):
+    for part in (loader, *samplers_of(loader)):
         for value in getattr(part, "__dict__", {}).values():
             if isinstance(value, torch.Generator):
                 found.setdefault(id(value), value)
@@ -656,7 +689,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 def _read_samplers(loader: Any) -> list[Any]:
     """Return the state of each sampler: its own state dict, or its epoch."""
     found: list[Any] = []
-    for part in _samplers(loader):
+    for part in samplers_of(loader):
         epoch = getattr(part, "epoch", None)
         if isinstance(part, Stateful):
             found.append({"state": copy.deepcopy(part.state_dict())})
@@ -666,7 +699,7 @@ def _read_samplers(loader: Any) -> list[Any]:
 
 
 def _write_samplers(loader: Any, states: list[Any]) -> None:
-    for part, known in zip(_samplers(loader), states, strict=False):
+    for part, known in zip(samplers_of(loader), states, strict=False):
         if "state" in known and isinstance(part, Stateful):
             part.load_state_dict(copy.deepcopy(known["state"]))
         elif "epoch" in known and getattr(part, "epoch", None) != known["epoch"]:

@@ -856,3 +856,66 @@ def test_two_ranks_see_the_same_batches(pool: Pool, tmp_path: Path) -> None:
     assert run("killed", [2, 6, 7, 11]) == whole
     first = sorted(i for rank in whole[0] for indices, *_ in rank[:6] for i in indices)
     assert set(first) == set(range(SIZE))
+
+
+def indices_of(seen: list[Any]) -> list[int]:
+    return [i for indices, *_ in seen for i in indices]
+
+
+@pytest.mark.slow
+def test_an_epoch_goes_on_over_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    def life(world_size: int, until: int, die_after: int | None) -> list[list[Any]]:
+        found = pool.run(rank_life, world_size, str(tmp_path), until, die_after)
+        return [seen for seen, _ in found]
+
+    # Of 23 samples, two a rank and step: 4 are trained on, then 2, 2, 8, and 7 are left for two ranks.
+    lives = [(2, 9, 1), (1, 9, 2), (1, 9, 3), (2, 9, 5), (2, 7, None)]
+    trained = [life(*kind) for kind in lives]
+    assert [sum(map(len, seen)) for seen in trained] == [2, 1, 1, 4, 4]
+    epoch = indices_of([batch for seen in trained for rank in seen for batch in rank])
+    assert len(epoch) == 24  # one rank repeats a sample
+    assert sorted({*epoch}) == list(range(SIZE))
+    following = life(2, 8, None)
+    assert [len(rank) for rank in following] == [1, 1]
+    assert len({*indices_of(following[0] + following[1])}) == 4
+
+
+def of_ranks(world_size: int, batch_size: int, *, shuffle: bool = True, **more: Any) -> Any:
+    """The loader of the first of some ranks."""
+    sampler: Any = DistributedSampler(Noisy(), world_size, 0, shuffle=shuffle, seed=1)
+    return DataLoader(Noisy(), batch_size=batch_size, sampler=sampler, **more)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "size"), [(1, 4), (2, 4), (4, 3)])
+def test_a_rank_gets_its_share_of_what_is_left(
+    tmp_path: Path, ranks: int, size: int, num_workers: int
+) -> None:
+    life = Life(tmp_path, of_ranks(2, 2), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 9)
+    testing.kill(life.checkpointer)
+    whole = indices_of([(i.tolist(),) for i, _ in of_ranks(1, 4)])
+    again = Life(tmp_path, of_ranks(ranks, size, num_workers=num_workers))
+    again.attach()
+    rest = [i.tolist() for i, _ in again.loader]
+    # Twelve samples were trained on.
+    assert indices_of([(i,) for i in rest]) == whole[12::ranks]
+    assert all(len(batch) == size for batch in rest[:-1])
+    assert again.checkpointer.epoch_of(again.loader) == 1
+    end_workers(again.loader)
+    again.checkpointer.close()
+
+
+def test_other_data_is_not_shared_out_anew(tmp_path: Path) -> None:
+    life = Life(tmp_path, of_ranks(2, 2), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 9)
+    testing.kill(life.checkpointer)
+    again = Life(tmp_path, of_ranks(1, 2, shuffle=False))
+    again.attach()
+    with pytest.raises(ConfigError, match="its sampler draws other indices now"):
+        next(iter(again.loader))
+    again.checkpointer.close()
