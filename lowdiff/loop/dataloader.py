@@ -428,8 +428,10 @@ class LeftOut:
         """Look at a loader that is attached under another name, before this object.
 
         Raises:
-            ConfigError: If its sampler draws another order in a resumed run.
+            ConfigError: If it hands out batches out of order, or has a sampler that draws another order
+                in a resumed run.
         """
+        refuse_out_of_order(getattr(loader, "in_order", True))
         refuse_redrawing(loader)
         self._loader: Any = loader
 
