@@ -29,7 +29,8 @@ from lowdiff.compressors import Averaged, Dense
 from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
+from lowdiff.loop.dataloader import LeftOut, ResumableLoader, StatefulEpochs
+from lowdiff.loop.fetches import Body
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
@@ -360,7 +361,7 @@ class Checkpointer:
                 self._close_earlier()
                 refuse_foreign_descriptor()
                 attached = self._hooked(attached, replicate, ranks)
-                loaders, others = self._plain_loaders_of(stateful)
+                loaders, others = self._plain_loaders_of(stateful, attached.model)
             for loader in self._loaders.values():
                 if isinstance(loader, ResumableLoader):
                     loader.share(ranks.rank, ranks.world_size)
@@ -507,9 +508,9 @@ class Checkpointer:
         )
 
     def _plain_loaders_of(
-        self, objects: Mapping[str, Any]
+        self, objects: Mapping[str, Any], model: torch.nn.Module
     ) -> tuple[dict[str, PlainLoader], dict[str, Stateful]]:
-        """Return the plain DataLoaders among attached objects, and the rest.
+        """Return the plain DataLoaders among attached objects, and the rest with what it leaves out.
 
         Raises:
             ConfigError: If one cannot be resumed, or is there twice.
@@ -520,8 +521,14 @@ class Checkpointer:
                 continue
             if any(thing is other.loader for other in loaders.values()):
                 raise ConfigError(f"{name} is attached by another name as well; attach it once")
-            loaders[name] = PlainLoader(thing, self._body_begins, self._body)
-        return loaders, {name: thing for name, thing in objects.items() if name not in loaders}
+            loaders[name] = PlainLoader(thing, self._body_begins, self._body, model)
+        others = {name: thing for name, thing in objects.items() if name not in loaders}
+        left_out = {
+            f"{name}.generator": LeftOut(thing)
+            for name, thing in others.items()
+            if isinstance(thing, DataLoader)
+        }
+        return loaders, {**others, **left_out}
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any

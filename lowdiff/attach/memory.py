@@ -70,24 +70,26 @@ class Memory:
     peers: Peers
 
 
-def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
+def agree_on_memory(
+    settings: Settings, given: Given, ranks: Ranks, node: Node, *, has_staged: bool
+) -> Memory:
     """Measure what there is and what is needed; say so.
 
     Args:
         settings: Say which folder.
-        given: What will be staged.
+        given: What will be staged; objects were given their state before, as they are asked for it here.
         ranks: Those on one machine share its memory.
+        node: Which ranks are on other nodes.
         has_staged: Whether this machine holds staged records of the run, which must be found.
 
     Raises:
-        ConfigError: If it cannot fit, or the folder is a file.
+        ConfigError: If it cannot fit.
     """
     num_steps = 1
     if settings.has_several_steps:
         largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
         num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
     root = settings.staging_root
-    node = _node(settings, ranks)
     num_guests = len(node.others) if node.first == ranks.rank else 0
     layout = given.attached.layout
     trained = [trained_by(layout, rank).indices for rank in range(ranks.world_size)]
@@ -135,7 +137,7 @@ def _with_copies(settings: Settings, need: StagingNeed, num_wards: int) -> Stagi
     )
 
 
-def _node(settings: Settings, ranks: Ranks) -> Node:
+def node_of(settings: Settings, ranks: Ranks) -> Node:
     """Find which ranks share a staging root, unless the user says which share a node.
 
     Raises:

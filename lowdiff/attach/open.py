@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from lowdiff.attach.begin import Opened, begin
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.lost_steps import lost_until, settle_lost_steps
-from lowdiff.attach.memory import agree_on_memory
+from lowdiff.attach.memory import agree_on_memory, node_of
 from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start
 from lowdiff.attach.together import Wish, recover_together, say_what_is_left, source_of
@@ -177,7 +177,7 @@ def open_session(
             lock.acquire()
         run_id, stages, is_in_store = agreed_run(settings, ranks)
         past = past_of(settings, ranks, run_id, stages)
-        memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
+        node = node_of(settings, ranks)
         with ExitStack() as held:
             # Retention removes nothing meanwhile: what is recovered must still be there when the
             # fences say that it is the base.
@@ -214,11 +214,20 @@ def open_session(
                 say_what_is_left(ranks, catalog, wish, start.step, continues=start.continues)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
+            # Only now the objects tell how much they hold.
+            memory = agree_on_memory(settings, given, ranks, node, has_staged=bool(stages))
             if lost_tail is not None and lost_tail.chosen:
                 start = replace(start, needs_snapshot=True)
-            origin = source.origin(state)
             fence = _fenced(
-                settings, given, catalog, number, ranks, start, memory.node, lost_tail, origin
+                settings,
+                given,
+                catalog,
+                number,
+                ranks,
+                start,
+                node,
+                lost_tail,
+                source.origin(state),
             )
         opened = begin(
             settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting

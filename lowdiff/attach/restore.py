@@ -13,7 +13,7 @@ from lowdiff.core.layout import flat_like, shaped
 from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
+from lowdiff.model.items import ABSENT_ITEM, Adapting, ExtraStates, Stateful
 from lowdiff.model.sharding import local_of, sharded_as
 from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
@@ -361,16 +361,23 @@ def unlike(
     """Names of stateful objects that do not return the state that they were given.
 
     A scheduler may have gained attributes since its state was stored, as from one version of PyTorch to the
-    next. What it has in addition is no difference.
+    next. What it has in addition is no difference. lowdiff's own loaders say themselves what a change of ranks,
+    batch size or data leaves of their state.
     """
     return [
         name
         for name, thing in stateful.items()
         if STATEFUL_ITEM + name in items
-        and not (_holds if isinstance(thing, LRScheduler) else _is_same_value)(
-            thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items)
-        )
+        and not _is_as_given(thing, state.resolved(STATEFUL_ITEM + name, items))
     ]
+
+
+def _is_as_given(thing: Stateful, known: Any) -> bool:
+    if isinstance(thing, Adapting):
+        return thing.holds(known)
+    if isinstance(thing, LRScheduler):
+        return _holds(thing.state_dict(), known)
+    return _is_same_value(thing.state_dict(), known)
 
 
 def _holds(live: Any, known: Any) -> bool:

@@ -26,7 +26,6 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
 from lowdiff.recovery.reshard import frozen_as, resharded, whole_trained
 from lowdiff.recovery.state import (
-    RNG_ITEM,
     STATEFUL_ITEM,
     RecoveredState,
     inherit,
@@ -64,11 +63,18 @@ def load_start(
     state: RecoveredState | None,
     restore: str,
 ) -> Start:
-    """Load what is to be restored into the live objects."""
+    """Load what is to be restored into the live objects, and only then ask these for their state.
+
+    torchdata's node loader begins to iterate when it is asked, and ignores what it is given later.
+
+    Raises:
+        ConfigError: Naming an object whose state does not survive encoding.
+        RunMismatch: If what is attached does not fit the run.
+    """
     attached, stateful, tracker = given.attached, given.stateful, given.tracker
     built = read_built(attached.optimizers, stateful)
     if state is None:
-        return Start(0, False, True, [], tracker.read(), built)
+        return Start(0, False, True, [], tracker.read_first(), built)
     moved = []
     items, frozen = inherit(state.items, ranks.world_size)[ranks.rank], attached.frozen_shards
     if state.fence.frozen_shards != frozen.layout:
@@ -79,8 +85,7 @@ def load_start(
         state = _divided_as(attached, state, restore)
         moved = ["its parameters are divided over the ranks in another way"]
     # The generators of a rank that joins now start as its script seeded them.
-    own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
-    items = own | items
+    items = tracker.read_generators() | items
     if restore == "model":
         kept = load_weights(state, items, attached)
         if ranks.rank == 0 and kept:
@@ -88,7 +93,7 @@ def load_start(
                 f"these are not in step {state.step} of the run, and stay as the model was built: "
                 f"{', '.join(kept)}",
             )
-        return Start(0, False, True, [], tracker.read(), built)
+        return Start(0, False, True, [], tracker.read_first(), built)
     slots = settings.compressor.residual_layout(attached.exchanged).parameters
     residual = [state.residuals[0].get(spec.name) for spec in slots]
     reshaped = load_model(state, items, attached)
@@ -99,6 +104,7 @@ def load_start(
     load_stateful(state, items, restored)
     followed = {name: live for name, live in given.averages.items() if name in restored}
     check_restored(state, items, attached, followed)
+    live = tracker.read_first()
     for name in unlike(state, items, restored):
         Code.OBJECT_NOT_RESTORED.warn(
             f"{name} does not hold what its load_state_dict() was given, and the run goes on with "
@@ -121,9 +127,7 @@ def load_start(
             Code.RESUMED_WITH_CHANGES.warn(text)
         else:
             inform(text)
-    if afresh:
-        live = {STATEFUL_ITEM + name for name in afresh}
-        items |= {name: data for name, data in tracker.read().items() if name in live}
+    items |= {STATEFUL_ITEM + name: live[STATEFUL_ITEM + name] for name in afresh}
     return Start(state.step, True, bool(changes or objects), residual, items, built)
 
 

@@ -71,6 +71,7 @@ class Code(Enum):
     SIGNALS_NOT_SEEN = "LD215"
     EPOCH_LEFT = "LD216"
     POSITION_UNUSED = "LD217"
+    BATCH_AHEAD = "LD218"
     # attach.
     WAITING_FOR_RUN = "LD301"
     EARLIER_CLOSED = "LD302"

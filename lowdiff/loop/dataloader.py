@@ -6,64 +6,26 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from lowdiff.errors import ConfigError, UsageError
+from lowdiff.loop.fetches import Body, Fetches
 from lowdiff.model.items import Stateful
 
 _NUM_SEEDS = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Position of a loop over ``steps()``.
-
-    Attributes:
-        step: Number of completed steps.
-        is_over: Whether the body has made its optimizer step, which is committed when the body
-            ends.
-    """
-
-    step: int = 0
-    is_over: bool = False
-
-
-class FetchWatch:
-    """Refuses a batch of the next step that is fetched before the step before it is committed."""
-
-    def __init__(self, body: Callable[[], Body]) -> None:
-        """Begin an iteration over a loader.
-
-        Args:
-            body: Returns the loop's position.
-        """
-        self._body = body
-        # A loader that starts after the step (an evaluation, say) belongs to this step. So do
-        # batches after the step if earlier batches of the loader came in the same body.
-        self._is_behind, self._fetched_in = body().is_over, -1
-
-    def batch_came(self) -> None:
-        """Note a batch before it is handed out.
-
-        Raises:
-            UsageError: If a body of ``steps()`` fetches the next step's batch.
-        """
-        now = self._body()
-        self._is_behind &= now.is_over
-        if now.is_over and not self._is_behind and self._fetched_in not in (-1, now.step):
-            raise UsageError(
-                "the next batch was fetched after optimizer.step() and before steps() committed "
-                "the body, so a run that resumes there would leave that batch out; begin each "
-                "body with its batch: for step, batch in zip(checkpointer.steps(N), loader), in "
-                "this order"
-            )
-        self._fetched_in = now.step
 
 
 class _Epochs(ABC):
@@ -85,7 +47,7 @@ class _Epochs(ABC):
         """
         self.epoch = 0
         self._before_batch = before_batch or (lambda: None)
-        self._body = body or Body
+        self._fetches = Fetches(body or Body)
 
     def _in_time(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Hand out batches.
@@ -94,11 +56,12 @@ class _Epochs(ABC):
             UsageError: If a body of ``steps()`` fetches the next step's batch.
         """
         self._before_batch()
-        watch = FetchWatch(self._body)
+        watch = self._fetches.begin()
         while True:
             try:
                 batch = next(batches)
             except StopIteration:
+                watch.ended()
                 return
             except Exception:  # of the dataset: the loop may catch it and begin another iteration
                 self._batch_failed()
@@ -212,11 +175,11 @@ class ResumableLoader(_Epochs):
         self.consumed = 0
 
     def _evaluation(self) -> Iterator[Any]:
-        begun = self._body()
+        begun = self._fetches.body()
         for batch in self._load(self._batches()):
             yield batch
             # With gradients off whoever asks goes on evaluating, with an iteration that lasts over steps.
-            if self._body() != begun and torch.is_grad_enabled():
+            if self._fetches.body() != begun and torch.is_grad_enabled():
                 raise UsageError(
                     "an iteration over checkpointer.dataloader(...) that began while gradients were "
                     "off is an evaluation, whose batches do not count, but a step was made between "
@@ -257,11 +220,8 @@ class ResumableLoader(_Epochs):
         Raises:
             ConfigError: If the position is inside an epoch that was begun with another order.
         """
-        self.epoch = state_dict["epoch"]
-        self.consumed = state_dict["samples"] // self._stride
-        if state_dict["is_over"]:
-            self.consumed = len(self)  # the epoch is over, so changed settings do not matter
-        elif state_dict["samples"]:
+        self.epoch, self.consumed = state_dict["epoch"], self._consumed_by(state_dict)
+        if state_dict["samples"] and not state_dict["is_over"]:
             now = self.state_dict()
             changed = [
                 f"{name}={now[name]} instead of {state_dict[name]}"
@@ -274,6 +234,17 @@ class ResumableLoader(_Epochs):
                     f"{', '.join(changed)} now, so its unseen samples are unknown; keep the earlier "
                     "settings until that epoch is over"
                 )
+
+    def _consumed_by(self, state_dict: Mapping[str, int]) -> int:
+        """Return the batches of this rank that a state counts as consumed."""
+        if state_dict["is_over"]:
+            return len(self)  # so changed settings do not matter
+        return state_dict["samples"] // self._stride
+
+    def holds(self, state_dict: Mapping[str, int]) -> bool:
+        """Whether the position is that of a state, which may be of other ranks, batches or data."""
+        here = self.epoch, self.consumed
+        return here == (state_dict["epoch"], self._consumed_by(state_dict))
 
     @property
     def _stride(self) -> int:
@@ -325,7 +296,8 @@ class StatefulEpochs(_Epochs):
             body: Returns the loop's position.
 
         Raises:
-            ConfigError: If the loader has no position, or hands out batches out of order.
+            ConfigError: If the loader has no position, hands out batches out of order, or has a
+                sampler that draws another order in a resumed run.
         """
         if not isinstance(loader, Stateful):
             raise ConfigError(
@@ -334,6 +306,7 @@ class StatefulEpochs(_Epochs):
                 "checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
             )
         refuse_out_of_order(getattr(loader, "in_order", True))
+        refuse_redrawing(loader)
         super().__init__(before_batch, body)
         self._loader = loader
         # State for the next iterator. Asking the loader for its state would start its workers.
@@ -370,20 +343,129 @@ class StatefulEpochs(_Epochs):
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position in the epoch, and the loader's own generator if it has one."""
         if not self._started:
-            return {"epoch": self.epoch, **self._waiting}
+            return {"epoch": self.epoch, **self._waiting, "ranks": _num_shares(self._loader)}
         generator = self._loader.generator
         return {
             "epoch": self.epoch,
             "position": self._loader.state_dict(),
             "generator": None if generator is None else generator.get_state(),
+            "ranks": _num_shares(self._loader),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position at which the next iteration continues."""
+        """Set the position at which the next iteration continues.
+
+        Raises:
+            ConfigError: If the epoch was begun with another number of ranks.
+        """
+        _refuse_other_shares(self._loader, state_dict.get("ranks"), state_dict["position"])
         self._waiting = {name: state_dict[name] for name in ("position", "generator")}
         self.epoch, self._started = state_dict["epoch"], False
         if self._waiting["position"] is not None:
             self._loader.load_state_dict(self._waiting["position"])
+
+
+def refuse_redrawing(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that knows its position, over a sampler that it cannot let draw the same again.
+
+    torchdata begins the sampler anew and passes over as many samples as were consumed.
+
+    Raises:
+        ConfigError: If the sampler is one of PyTorch's that draw from a generator.
+    """
+    for part in samplers_of(loader):
+        if isinstance(part, Stateful):
+            return  # and so is all that it draws from
+        if type(part).__iter__ in _REDRAWING:
+            raise ConfigError(
+                f"PyTorch's {type(part).__name__} draws another order in a resumed run, where a "
+                f"{type(loader).__name__} passes over the first samples of it; attach a plain "
+                "DataLoader with this sampler, or take shuffle=True or torchdata's RandomSampler"
+            )
+
+
+#: What draws anew at each ``iter()``, from a generator that torchdata does not keep.
+_REDRAWING = frozenset(
+    kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+)
+
+
+def _num_shares(loader: DataLoader[Any]) -> int | None:
+    """Return over how many ranks a loader's sampler shares samples out, if it does."""
+    counts = (getattr(part, "num_replicas", None) for part in samplers_of(loader))
+    return next((count for count in counts if type(count) is int), None)
+
+
+def _refuse_other_shares(loader: DataLoader[Any], before: int | None, position: Any) -> None:
+    """Refuse a position in an epoch that was shared out over another number of ranks.
+
+    Raises:
+        ConfigError: Naming both numbers.
+    """
+    now = _num_shares(loader)
+    if before in (None, now) or not isinstance(position, Mapping):
+        return
+    main = position.get("_snapshot", {}).get("_main_snapshot", position)
+    num_drawn = main.get("_sampler_iter_yielded", 0)
+    # Of an epoch that is over as well, torchdata passes over as many batches as were consumed.
+    if num_drawn > (len(loader) if position.get("_iterator_finished") else 0):
+        raise ConfigError(
+            f"the run is in an epoch that was shared out over {before} ranks, and now it is over {now}; "
+            f"a {type(loader).__name__} would repeat samples and leave others out. Go on with as many "
+            "ranks, or attach a plain DataLoader, which shares the rest of an epoch out anew. To begin "
+            "the epoch anew, leave the loader out of attach once"
+        )
+
+
+class LeftOut:
+    """What an attached ``StatefulDataLoader`` leaves out of its own state.
+
+    Without it the first epoch after a resume is right, and later ones have another order than in an
+    uninterrupted run.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        """Look at a loader that is attached under another name, before this object.
+
+        Raises:
+            ConfigError: If it hands out batches out of order, or has a sampler that draws another order
+                in a resumed run.
+        """
+        refuse_out_of_order(getattr(loader, "in_order", True))
+        refuse_redrawing(loader)
+        self._loader: Any = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader's own generator, and over how many ranks it shares samples out."""
+        generator = self._loader.generator
+        return {
+            "generator": None if generator is None else generator.get_state(),
+            "ranks": _num_shares(self._loader),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the generator of a loader that was given its own state.
+
+        Raises:
+            ConfigError: If the epoch was begun with another number of ranks.
+        """
+        # The loader makes its iterator when it is asked, which draws a seed for the workers. The
+        # uninterrupted run drew that when the epoch began.
+        _refuse_other_shares(self._loader, state_dict["ranks"], self._loader.state_dict())
+        if self._loader.generator is not None and state_dict["generator"] is not None:
+            self._loader.generator.set_state(state_dict["generator"])
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return what yields a loader's indices: batch sampler, sampler, and the samplers in them."""
+    found: list[Any] = []
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if part is not None and all(part is not other for other in found):
+            found.append(part)
+            waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+    return found
 
 
 def refuse_out_of_order(in_order: bool) -> None:

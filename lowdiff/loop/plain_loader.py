@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +22,14 @@ import torch
 from crc32c import crc32c
 from torch.utils.data import DataLoader, IterableDataset
 
-from lowdiff.core.events import Code
+from lowdiff.core.events import Code, inform
 from lowdiff.core.memory import array_of
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import Body, FetchWatch, mixed_seed, refuse_out_of_order, seed_all
+from lowdiff.loop.dataloader import mixed_seed, refuse_out_of_order, samplers_of, seed_all
+from lowdiff.loop.fetches import Body, Fetches, FetchWatch, Gradients
+from lowdiff.loop.shares import Share, order_of, share_of
 from lowdiff.model.items import Stateful, random_generators
+from lowdiff.persistence.format.values import same
 
 #: Name of the attribute by which a hooked loader knows its positions.
 _POSITIONS = "_lowdiff_positions"
@@ -60,6 +63,9 @@ class _Position:
         handed_at: Committed steps when the last batch was handed out.
         recorded: ``consumed`` as a step was told last.
         handed: Batches handed out in this process.
+        share: How a ``DistributedSampler`` shares the epoch out; None with another sampler.
+        skipped: Samples of the epoch that were consumed on all ranks while it was shared out over others.
+        length: Batches of the rest behind these; -1 where none were skipped.
     """
 
     seed: int
@@ -71,6 +77,9 @@ class _Position:
     is_drawn_out: bool = False
     is_over: bool = False
     begin: dict[str, Any] | None = None
+    share: dict[str, Any] | None = None
+    skipped: int = 0
+    length: int = -1
     checksums: deque[int] = field(default_factory=deque)
     begun_at: int = -1
     handed_at: int = -1
@@ -92,6 +101,9 @@ _RECORDED = (
     "is_drawn_out",
     "is_over",
     "begin",
+    "share",
+    "skipped",
+    "length",
 )
 
 
@@ -107,7 +119,11 @@ class PlainLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], before_batch: Callable[[], None], body: Callable[[], Body]
+        self,
+        loader: DataLoader[Any],
+        before_batch: Callable[[], None],
+        body: Callable[[], Body],
+        model: torch.nn.Module,
     ) -> None:
         """Look at a loader; `hook` changes it.
 
@@ -115,6 +131,7 @@ class PlainLoader:
             loader: The user's loader.
             before_batch: Called where a step may begin: it restores the random generators.
             body: Returns the loop's position.
+            model: What is trained.
 
         Raises:
             ConfigError: If its batches cannot be skipped by index.
@@ -123,6 +140,8 @@ class PlainLoader:
         self._kind = _own_class(loader)
         self._refuse()
         self._before_batch, self._body = before_batch, body
+        self._model = weakref.ref(model)  # a loader outlives the Checkpointer
+        self._fetches = Fetches(body)
         self._epoch = 0
         self._num_begun = 0
         self._seed: int | None = None
@@ -130,8 +149,10 @@ class PlainLoader:
         self._tracked: list[tuple[Callable[[], _Iteration | None], _Position]] = []
         #: Positions of the resumed step that no iteration has taken yet, in the order they began.
         self._untaken: list[_Position] = []
-        #: Committed steps when an iteration that was resumed ended without a step.
-        self._unused_at: int | None = None
+        #: Committed steps when an iteration that was resumed ended without a step, and how it ended.
+        self._unused_at: tuple[int, str] | None = None
+        #: The gradients when the first batch of a resumed iteration was handed out.
+        self._gradients: Gradients | None = None
         #: A plain loader with the same fields, but for dataset, indices and generator. Persistent
         #: workers belong to it.
         self._inner: Any = None
@@ -155,7 +176,7 @@ class PlainLoader:
                 "samples were seen; attach a plain DataLoader (persistent_workers=True keeps workers "
                 "from epoch to epoch), or give it state_dict() and load_state_dict()"
             )
-        for part in _samplers(loader):
+        for part in samplers_of(loader):
             if isinstance(part, Iterator):
                 raise ConfigError(
                     f"the sampler {type(part).__name__} is an iterator, which cannot begin again, so "
@@ -211,6 +232,14 @@ class PlainLoader:
             generator.set_state(known)
         _write_samplers(self._loader, state["samplers"])
 
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether generators and samplers are as a state has them; those that are new have none there."""
+        generators = zip(_generators(self._loader), state["generators"], strict=False)
+        samplers = zip(_read_samplers(self._loader), state["samplers"], strict=False)
+        return all(torch.equal(live.get_state(), known) for live, known in generators) and all(
+            same(live, known) for live, known in samplers if live.keys() == known.keys()
+        )
+
     def begin(self) -> Iterator[Any]:
         """Begin an iteration: ``iter(loader)``.
 
@@ -232,14 +261,7 @@ class PlainLoader:
             self._before_batch()
         self._settle()
         self._tracked = [(made, p) for made, p in self._tracked if made() is not None]
-        if self._unused_at is not None and self._unused_at == self._body().step:
-            Code.POSITION_UNUSED.warn(
-                "the first iteration over a loader after attach went on where the resumed step "
-                "was, and was left before a step was made with its batches; the next one begins a "
-                "new epoch. If that was a look at the data, take it before attach, or under "
-                "torch.no_grad()",
-            )
-        self._unused_at = None
+        self._warn_if_unused()
         position = self._untaken.pop(0) if self._untaken else self._new()
         iteration = _Iteration(self, position, is_watched=True)
         self._tracked.append((weakref.ref(iteration), position))
@@ -274,7 +296,7 @@ class PlainLoader:
                 kept.append((made, position))
                 continue
             self._epoch += not position.is_nested
-            self._note_unused(position)
+            self._note_unused(position, "was left")
         self._tracked = kept
 
     def _warn_if_left(self) -> None:
@@ -288,18 +310,41 @@ class PlainLoader:
                     "before commit(), or when the next batch is there",
                 )
 
-    def _note_unused(self, position: _Position) -> None:
+    def _note_unused(self, position: _Position, how: str) -> None:
         if position.begun_at == -1 and position.handed and position.handed_at == self._body().step:
-            self._unused_at = position.handed_at
+            self._unused_at = position.handed_at, how
+
+    @property
+    def _is_evaluated(self) -> bool:
+        model = self._model()
+        return model is not None and not any(part.training for part in model.modules())
+
+    def _warn_if_unused(self) -> None:
+        unused, self._unused_at = self._unused_at, None
+        gradients, self._gradients = self._gradients, None
+        if unused is None or unused[0] != self._body().step:
+            return
+        # Gradients of a step that is still to come may go over the end of an epoch.
+        if gradients is None or not gradients.were_written():
+            Code.POSITION_UNUSED.warn(
+                "the first iteration over a loader after attach went on where the resumed step was, "
+                f"and {unused[1]} before a step or a gradient was made with its batches; the next one "
+                "begins a new epoch. If that was a look at the data, take it before attach, or under "
+                "torch.no_grad()",
+            )
 
     def came(self, position: _Position) -> None:
         """A batch of an iteration is handed out, or could not be loaded."""
+        if position.begun_at == -1 and not position.handed:
+            model = self._model()
+            self._gradients = Gradients(() if model is None else model.parameters())
         position.consumed += 1
         position.handed += 1
         position.handed_at = self._body().step
         if position.checksums:
             position.checksum = position.checksums.popleft()
-        position.is_over = position.consumed == _length(self._source())
+        length = position.length if position.skipped else _length(self._source())
+        position.is_over = position.consumed == length
 
     def is_over(self, position: _Position) -> None:
         """An iteration has no more batches."""
@@ -307,12 +352,13 @@ class PlainLoader:
         self._tracked = [(made, p) for made, p in self._tracked if p is not position]
         if len(self._tracked) < before:
             self._epoch += not position.is_nested
-            self._note_unused(position)
+            if self._is_evaluated:
+                self._note_unused(position, "ended in an evaluation of the model,")
 
     def watch_fetches(self) -> FetchWatch:
         """Return what refuses a batch that is fetched too early, from the first batch of a step on."""
         self._before_batch()
-        return FetchWatch(self._body)
+        return self._fetches.begin()
 
     def batches(self, position: _Position) -> Any:
         """Return PyTorch's own iterator over the batches from a position on."""
@@ -340,7 +386,8 @@ class PlainLoader:
         """Yield the indices of each batch that is not consumed; for PyTorch's iterator."""
         ahead: list[Any] = []
         if position.begin is None:
-            position.begin = _read_all(self._loader)
+            position.begin, share = _read_all(self._loader), share_of(self._loader)
+            position.share = None if share is None else asdict(share)
             indices = iter(self._source())
         else:
             indices, ahead = self._draw_again(position)
@@ -367,26 +414,21 @@ class PlainLoader:
         assert begin is not None
         now = _read_all(loader)
         self._check_epochs(now["samplers"], begin["samplers"])
-        position.checksums.clear()
-        checksum, ahead = 0, []
         _write_all(loader, begin)
+        share = None if position.is_over else share_of(loader)
+        before = None if share is None or position.share is None else Share(**position.share)
         try:
-            indices = iter(self._source())
-            for number in range(position.drawn):
-                batch = next(indices, None)
-                if batch is None:
-                    break
-                checksum = _checksum(batch, checksum)
-                if number < position.consumed:
-                    if number == position.consumed - 1 and checksum != position.checksum:
-                        break
-                else:
-                    ahead.append(batch)
-                    position.checksums.append(checksum)
+            if share is None or before is None or (share == before and not position.skipped):
+                indices = iter(self._source())
+                if (ahead := _ahead(indices, position)) is not None and not position.skipped:
+                    return indices, ahead
             else:
-                if position.is_drawn_out:
-                    next(indices, None)  # some samplers draw once more at their end
-                return indices, ahead
+                order = order_of(loader.sampler)  # type: ignore[arg-type]
+                indices = iter(before.batches(order, position.skipped))
+                if (ahead := _ahead(indices, position)) is not None:
+                    if share == before:
+                        return indices, ahead
+                    return iter(_shared_anew(position, before, share, order)), []
         finally:
             # A stateful sampler is where it drew to.
             now["samplers"] = [{} if "state" in known else known for known in now["samplers"]]
@@ -397,7 +439,8 @@ class PlainLoader:
         raise ConfigError(
             f"the run is in the middle of an epoch of a {self._kind.__name__}, after "
             f"{position.consumed} batches, and its sampler draws other indices now; keep dataset, "
-            "batch size, seed and number of ranks until that epoch is over. A sampler of your own "
+            "batch size, seed and number of ranks until that epoch is over (batch size and ranks may "
+            "change with PyTorch's DistributedSampler). A sampler of your own "
             "must draw the same after the same random states and set_epoch(), or have state_dict() "
             "and load_state_dict(). To begin the epoch anew, leave the loader out of attach once"
         )
@@ -442,6 +485,7 @@ class _Iteration:
         try:
             batch = next(self._batches)
         except StopIteration:
+            self._fetches.ended()
             self._owner.is_over(self._position)
             raise
         except Exception:  # of the dataset: the loop may go on with the next batch
@@ -581,6 +625,43 @@ class _SeededSamples:
         return _SeededSamples, (object.__getattribute__(self, "_lowdiff_dataset"),)
 
 
+def _ahead(indices: Iterator[Any], position: _Position) -> list[Any] | None:
+    """Pass over what a position has consumed; return what was drawn behind it, None if that is not the same."""
+    position.checksums.clear()
+    checksum, ahead = 0, []
+    for number in range(position.drawn):
+        batch = next(indices, None)
+        if batch is None:
+            return None
+        checksum = _checksum(batch, checksum)
+        if number >= position.consumed:
+            ahead.append(batch)
+            position.checksums.append(checksum)
+        elif number == position.consumed - 1 and checksum != position.checksum:
+            return None
+    if position.is_drawn_out:
+        next(indices, None)  # some samplers draw once more at their end
+    return ahead
+
+
+def _shared_anew(
+    position: _Position, before: Share, share: Share, order: list[int]
+) -> list[list[int]]:
+    """Begin the rest of an epoch with other ranks or batches; return the indices of its batches."""
+    position.skipped += position.consumed * before.batch_size * before.ranks
+    # What workers draw depends on the number of the batch, which begins anew.
+    position.seed = mixed_seed(position.seed, position.skipped, share.rank)
+    position.share = asdict(share)
+    position.consumed = position.drawn = position.checksum = 0
+    position.is_drawn_out = False
+    position.checksums.clear()
+    batches = share.batches(order, position.skipped)
+    position.length = len(batches)
+    left = max(0, len(order) - position.skipped)
+    inform(f"the {left} samples that are left of an epoch go to {share.ranks} rank(s) now")
+    return batches
+
+
 def _length(source: Any) -> int:
     try:
         return len(source)
@@ -605,22 +686,10 @@ def _numbers(indices: Any) -> Any:
     return indices
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """Return what yields a loader's indices: batch sampler, sampler, and the samplers in them."""
-    found: list[Any] = []
-    waiting = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        part = waiting.pop(0)
-        if part is not None and all(part is not other for other in found):
-            found.append(part)
-            waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
-    return found
-
-
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers have of their own, each once."""
     found: dict[int, torch.Generator] = {}
-    for part in (loader, *_samplers(loader)):
+    for part in (loader, *samplers_of(loader)):
         for value in getattr(part, "__dict__", {}).values():
             if isinstance(value, torch.Generator):
                 found.setdefault(id(value), value)
@@ -630,7 +699,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 def _read_samplers(loader: Any) -> list[Any]:
     """Return the state of each sampler: its own state dict, or its epoch."""
     found: list[Any] = []
-    for part in _samplers(loader):
+    for part in samplers_of(loader):
         epoch = getattr(part, "epoch", None)
         if isinstance(part, Stateful):
             found.append({"state": copy.deepcopy(part.state_dict())})
@@ -640,7 +709,7 @@ def _read_samplers(loader: Any) -> list[Any]:
 
 
 def _write_samplers(loader: Any, states: list[Any]) -> None:
-    for part, known in zip(_samplers(loader), states, strict=False):
+    for part, known in zip(samplers_of(loader), states, strict=False):
         if "state" in known and isinstance(part, Stateful):
             part.load_state_dict(copy.deepcopy(known["state"]))
         elif "epoch" in known and getattr(part, "epoch", None) != known["epoch"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from lowdiff.commit.session import Session
 from lowdiff.core.events import Code
 from lowdiff.core.transforms import inside
 from lowdiff.errors import UsageError
-from lowdiff.loop.dataloader import Body
+from lowdiff.loop.fetches import Body
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import is_unmoved, random_generators, restore_random_states
 from lowdiff.recovery.state import RNG_ITEM
@@ -113,6 +114,7 @@ class TrainingLoop:
         self._detached: DetachedLoop | None = None
         self._is_in_body = False
         self._ends_bodies = False  # whether steps() ends the bodies
+        self._thread = 0  # that committed last
         # Only a resumed run has generators to restore, and only until its first body is over.
         self._hooks: list[RemovableHandle] = []
         if session.step:
@@ -127,7 +129,7 @@ class TrainingLoop:
         """See ``Checkpointer.steps``."""
         session = self._session
         if session.has_finished_step:  # in a body that the loop left
-            session.commit()
+            self._commit()
         self._ends_bodies = True
         while session.step < until:
             self.body_begins()
@@ -149,12 +151,16 @@ class TrainingLoop:
                     "body when it ends, so every other one would be left out; take commit() out, or "
                     "end steps by commit() alone, in a loop of your own"
                 )
-            session.commit()
+            self._commit()
         self.ends()
 
     def ends(self) -> None:
         """The loop is over, perhaps at once: a finished run gives back what it had drawn, for what follows."""
         self._restore(_IN_BODY)
+
+    def _commit(self) -> None:
+        self._thread = threading.get_ident()
+        self._session.commit()
 
     def body_begins(self) -> None:
         """Restore the generators in the first body; commit a body that the loop left.
@@ -163,20 +169,20 @@ class TrainingLoop:
         """
         is_left = self._ends_bodies and not self._is_in_body
         if is_left and self._session.has_finished_step:
-            self._session.commit()
+            self._commit()
         self._restore(_IN_BODY)
 
     @property
     def body(self) -> Body:
         """Return the body's step, and whether the body is over."""
         is_over = self._is_in_body and self._session.has_finished_step
-        return Body(self._session.step, is_over)
+        return Body(self._session.step, is_over, self._thread)
 
     def commit(self) -> None:
         """End a step, called by the user."""
         self._ends_bodies = False
         self._leave_generators()
-        self._session.commit()
+        self._commit()
 
     def detach(self) -> DetachedLoop:
         """Remove the hooks; return a loop that goes on counting steps without the session."""

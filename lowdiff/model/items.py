@@ -111,6 +111,15 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Adapting(Stateful, Protocol):
+    """An object that fits the state it is given to settings of its own, and may return another one."""
+
+    def holds(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether the object is where the state says, as far as its settings allow."""
+        ...
+
+
 def random_generators(
     device: torch.device,
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -180,8 +189,7 @@ class ItemTracker:
     ) -> None:
         """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name.
 
-        Raises:
-            ConfigError: Naming an object whose state does not survive encoding.
+        No object is asked for its state yet: some ignore what they are given once they were asked.
         """
         self._constants = constants
         self._random = random_generators(device)
@@ -201,13 +209,6 @@ class ItemTracker:
         self._absent: frozenset[str] = frozenset()
         #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
         self.large_items: dict[str, int] = {}
-        for name, read in self._stateful.items():
-            outline, _ = outlined(name, read())
-            if not same(decode(encode(outline, name=name)), outline):
-                raise ConfigError(
-                    f"{name} does not survive encoding; return plain values and tensors from "
-                    "state_dict()"
-                )
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -232,10 +233,31 @@ class ItemTracker:
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
-        found = {name: self._generator(name) for name in self._random}
+        found = self.read_generators()
         for name, outline in self._outlines().items():
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
+
+    def read_generators(self) -> dict[str, bytes]:
+        """Return the items of the random generators as they are now; no object is asked for its state."""
+        return {name: self._generator(name) for name in self._random}
+
+    def read_first(self) -> dict[str, bytes]:
+        """Return what `read` does, for the first time: after every object was given its state.
+
+        Raises:
+            ConfigError: Naming an object whose state does not survive encoding.
+        """
+        found = {}
+        for name, outline in self._outlines().items():
+            data = found[STATEFUL_ITEM + name] = encode(outline, name=name)
+            if not same(decode(data), outline):
+                raise ConfigError(
+                    f"{name} does not survive encoding; return plain values and tensors from "
+                    "state_dict()"
+                )
+        # Behind the objects: a loader that is asked may draw the seed of its workers.
+        return found | self.read_generators()
 
     def _generator(self, name: str) -> bytes:
         """The state of a random generator now."""
@@ -267,7 +289,7 @@ class ItemTracker:
             names: Of generators and tensors. Generators that moved and stateful objects are added: one
                 rank may have changed one for the first time.
         """
-        found = {name: self._generator(name) for name in self._random}
+        found = self.read_generators()
         found = {n: d for n, d in found.items() if n in names or self._committed.get(n) != d}
         for name, outline in self._outlines().items():
             found[STATEFUL_ITEM + name] = encode(outline, name=name)

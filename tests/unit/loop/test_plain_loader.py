@@ -606,6 +606,86 @@ def test_a_look_at_the_data_that_takes_the_resumed_position_is_warned_of(
     again.checkpointer.close()
 
 
+def test_an_evaluation_with_gradients_on_that_takes_the_resumed_position_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tmp_path, plain(), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 12)
+    testing.kill(life.checkpointer)
+    again = Life(tmp_path, plain())
+    again.attach()
+    again.model.eval()
+    for _, inputs in again.loader:
+        again.model(inputs)
+    again.model.train()
+    again.backward(next(iter(again.loader)))
+    assert caplog.text.count("LD217") == 1
+    again.checkpointer.close()
+
+
+def across(life: Life, until: int) -> None:
+    """Four batches a step, also over the end of an epoch."""
+    batches = iter(life.loader)
+    while life.step < until:
+        for _ in range(4):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(life.loader)
+                batch = next(batches)
+            life.backward(batch)
+        life.update()
+        life.commit()
+
+
+def across_in_evaluation_mode(life: Life, until: int) -> None:
+    """As those train who keep all statistics as they are."""
+    life.model.eval()
+    across(life, until)
+
+
+def gathering(life: Life, until: int) -> None:
+    """Four batches are fetched before the first is trained on."""
+    batches = iter(life.loader)
+    while life.step < until:
+        waiting: list[Any] = []
+        while len(waiting) < 4:
+            try:
+                waiting.append(next(batches))
+            except StopIteration:
+                batches = iter(life.loader)
+        for batch in waiting:
+            life.backward(batch)
+        life.update()
+        life.commit()
+
+
+def dropping(life: Life, until: int) -> None:
+    """Gradients of what is left at an epoch's end are thrown away."""
+    for _ in range(life.checkpointer.epoch_of(life.loader), 9):
+        for number, batch in enumerate(life.loader, life.checkpointer.state.get("inside", 0)):
+            life.backward(batch)
+            if number % 4 == 3:
+                life.checkpointer.state["inside"] = number + 1
+                life.update()
+                life.commit()
+                if life.step == until:
+                    return
+        life.checkpointer.state["inside"] = 0
+        life.optimizer.zero_grad()
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("body", [across, across_in_evaluation_mode, gathering, dropping])
+def test_an_epoch_that_ends_within_a_step_is_no_look_at_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, body: Body
+) -> None:
+    both(tmp_path, plain, body, 4, [1])
+    assert "LD21" not in caplog.text
+
+
 class Failing(Noisy):
     """Its sixth sample cannot be read."""
 
@@ -776,3 +856,66 @@ def test_two_ranks_see_the_same_batches(pool: Pool, tmp_path: Path) -> None:
     assert run("killed", [2, 6, 7, 11]) == whole
     first = sorted(i for rank in whole[0] for indices, *_ in rank[:6] for i in indices)
     assert set(first) == set(range(SIZE))
+
+
+def indices_of(seen: list[Any]) -> list[int]:
+    return [i for indices, *_ in seen for i in indices]
+
+
+@pytest.mark.slow
+def test_an_epoch_goes_on_over_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    def life(world_size: int, until: int, die_after: int | None) -> list[list[Any]]:
+        found = pool.run(rank_life, world_size, str(tmp_path), until, die_after)
+        return [seen for seen, _ in found]
+
+    # Of 23 samples, two a rank and step: 4 are trained on, then 2, 2, 8, and 7 are left for two ranks.
+    lives = [(2, 9, 1), (1, 9, 2), (1, 9, 3), (2, 9, 5), (2, 7, None)]
+    trained = [life(*kind) for kind in lives]
+    assert [sum(map(len, seen)) for seen in trained] == [2, 1, 1, 4, 4]
+    epoch = indices_of([batch for seen in trained for rank in seen for batch in rank])
+    assert len(epoch) == 24  # one rank repeats a sample
+    assert sorted({*epoch}) == list(range(SIZE))
+    following = life(2, 8, None)
+    assert [len(rank) for rank in following] == [1, 1]
+    assert len({*indices_of(following[0] + following[1])}) == 4
+
+
+def of_ranks(world_size: int, batch_size: int, *, shuffle: bool = True, **more: Any) -> Any:
+    """The loader of the first of some ranks."""
+    sampler: Any = DistributedSampler(Noisy(), world_size, 0, shuffle=shuffle, seed=1)
+    return DataLoader(Noisy(), batch_size=batch_size, sampler=sampler, **more)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "size"), [(1, 4), (2, 4), (4, 3)])
+def test_a_rank_gets_its_share_of_what_is_left(
+    tmp_path: Path, ranks: int, size: int, num_workers: int
+) -> None:
+    life = Life(tmp_path, of_ranks(2, 2), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 9)
+    testing.kill(life.checkpointer)
+    whole = indices_of([(i.tolist(),) for i, _ in of_ranks(1, 4)])
+    again = Life(tmp_path, of_ranks(ranks, size, num_workers=num_workers))
+    again.attach()
+    rest = [i.tolist() for i, _ in again.loader]
+    # Twelve samples were trained on.
+    assert indices_of([(i,) for i in rest]) == whole[12::ranks]
+    assert all(len(batch) == size for batch in rest[:-1])
+    assert again.checkpointer.epoch_of(again.loader) == 1
+    end_workers(again.loader)
+    again.checkpointer.close()
+
+
+def test_other_data_is_not_shared_out_anew(tmp_path: Path) -> None:
+    life = Life(tmp_path, of_ranks(2, 2), 3)
+    life.attach()
+    with pytest.raises(Killed):
+        epochs(life, 9)
+    testing.kill(life.checkpointer)
+    again = Life(tmp_path, of_ranks(1, 2, shuffle=False))
+    again.attach()
+    with pytest.raises(ConfigError, match="its sampler draws other indices now"):
+        next(iter(again.loader))
+    again.checkpointer.close()
