@@ -421,7 +421,7 @@ class Fence:
         staging: Where this rank's staging of all runs lies, without symbolic links.
         frozen_shards: Of all ranks, of frozen parameters that are sharded: each rank keeps its own as items.
         lost_tail: What was decided about lost steps where the user had them predicted; None where nothing was.
-        built: Settings of optimizers and attached objects as the script built them, by name; of rank 0 alone.
+        built: Settings of optimizers and attached objects as the script of rank 0 built them, by name.
         origin: Where a history without a parent took its weights from; None where it was not told to take any.
     """
 

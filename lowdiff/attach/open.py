@@ -297,15 +297,16 @@ def _fenced(
 ) -> Fence:
     """The new incarnation, whose number is free on this rank; on return every rank's fence is durable."""
     own_names = [sorted(given.stateful), sorted(given.averages)]
-    told = ranks.gather([own_names, number, new_life()])
+    told = ranks.gather([own_names, number, new_life(), start.built if ranks.rank == 0 else {}])
     names = [theirs for theirs, *_ in told]
     if any(other != names[0] for other in names):
         raise ConfigError(
             "the ranks attached different objects; every rank attaches all of them, and updates an "
             f"AveragedModel in the same steps: {names}"
         )
-    incarnation = max(free for _, free, _ in told)
+    incarnation = max(free for _, free, *_ in told)
     life: str = told[0][2]
+    built: dict[str, str] = told[0][3]
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
     with ranks.together():
@@ -333,7 +334,7 @@ def _fenced(
         frozen_shards=attached.frozen_shards.layout,
         lost_tail=lost_tail,
         origin=origin,
-        built=start.built if ranks.rank == 0 else {},
+        built=built,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

@@ -29,7 +29,7 @@ from tests.crash.pool import Pool
 from tests.crash.trainings import wrapped
 from tests.unit.loops import Loop, small_model
 
-LAST, REACHED, DURABLE = 48, 47, 40
+LAST, DURABLE = 48, 40
 HELD_OUT = torch.randn(64, 20, generator=torch.Generator().manual_seed(99))
 STRATEGIES: dict[str, dict[str, Any]] = {
     "log": {},
@@ -89,7 +89,7 @@ def test_what_is_made_again_is_said(
         again = loop(tmp_path, **STRATEGIES[name])
         assert again.attach() == DURABLE
     (line,) = [record.getMessage() for record in caplog.records if "LD315" in record.getMessage()]
-    assert f"step {REACHED}, and the newest that can be recovered is {DURABLE}: 7 step(s)" in line
+    assert f"step {LAST}, and the newest that can be recovered is {DURABLE}: 8 step(s)" in line
     assert decision_of(tmp_path) is None
     again.checkpointer.close()
 
@@ -128,15 +128,15 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     before = lowdiff.recover(tmp_path / "run", DURABLE)
     again = predicting(tmp_path, held_out, **STRATEGIES[name])
     with caplog.at_level(logging.WARNING, "lowdiff"):
-        assert again.attach() == REACHED
+        assert again.attach() == LAST
     assert (
-        f"LD316: steps {DURABLE + 1} to {REACHED} are lost; inexact since step {REACHED}"
+        f"LD316: steps {DURABLE + 1} to {LAST} are lost; inexact since step {LAST}"
         in caplog.text
     )
 
     decision = decision_of(tmp_path)
     assert decision is not None
-    assert (decision.base_step, decision.step) == (DURABLE, REACHED)
+    assert (decision.base_step, decision.step) == (DURABLE, LAST)
     assert decision.losses[decision.chosen] == min(decision.losses.values())
     assert decision.losses["stale"] > 1.01 * decision.losses[decision.chosen]
     again.model.eval()
@@ -146,21 +146,21 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     old = before.optimizer_state_dict()["state"][0]
     new = again.optimizer.state_dict()["state"][0]
     assert torch.equal(old["exp_avg"], new["exp_avg"])
-    assert (float(old["step"]), float(new["step"])) == (DURABLE, REACHED)
+    assert (float(old["step"]), float(new["step"])) == (DURABLE, LAST)
     buffers = before.model_state_dict()
     assert torch.equal(again.weights()["1.running_mean"], buffers["1.running_mean"])
     assert not torch.equal(again.weights()["0.weight"], lost.weights()["0.weight"])
 
     begun = again.weights()
-    for number in again.checkpointer.steps(REACHED + 5):
+    for number in again.checkpointer.steps(LAST + 5):
         again.step(number)
     again.checkpointer.close()
     ended = again.weights()
     run = tmp_path / "run"
-    found = lowdiff.recover(run, REACHED).model_state_dict()
+    found = lowdiff.recover(run, LAST).model_state_dict()
     assert all(torch.equal(found[key], values) for key, values in begun.items())
     resumed = predicting(tmp_path, held_out, **STRATEGIES[name])
-    assert resumed.attach() == REACHED + 5
+    assert resumed.attach() == LAST + 5
     assert all(torch.equal(resumed.weights()[key], values) for key, values in ended.items())
     resumed.checkpointer.close()
 
@@ -173,7 +173,7 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     if name == "log":
         measured = timeline(run)
         assert measured.lost_tails == (decision,)
-        assert measured.steps[0].step == REACHED + 1
+        assert measured.steps[0].step == LAST + 1
         json.dumps(measured.document(), allow_nan=False)
     json.dumps(inspect(run).document(), allow_nan=False)
 
@@ -266,7 +266,7 @@ def test_what_validate_leaves_in_the_model_is_gone(tmp_path: Path) -> None:
         return loss
 
     again = predicting(tmp_path, careless)
-    assert again.attach() == REACHED
+    assert again.attach() == LAST
     again.checkpointer.close()
     clean = tmp_path / "clean"
     clean.mkdir()
@@ -352,7 +352,7 @@ def test_all_ranks_take_the_same_prediction_or_none(pool: Pool, tmp_path: Path, 
     assert len(set(lives)) == 1
     begun, _, told = lives[0]
     if what == "agrees":
-        assert begun == REACHED
+        assert begun == LAST - 1  # ranks hear of the last one with the next step
         assert "predicted by" in told
     else:
         assert begun == DURABLE
@@ -390,12 +390,12 @@ def test_what_validate_makes_of_the_model_is_undone(tmp_path: Path, validate: An
     lose(tmp_path)
     again = predicting(tmp_path, validate)
     before = dict(again.model.named_parameters())
-    assert again.attach() == REACHED
+    assert again.attach() == LAST
     after = dict(again.model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(p.requires_grad and p.dtype == torch.float32 for p in after.values())
     assert not hasattr(again.model, "mask")
-    for number in again.checkpointer.steps(REACHED + 2):
+    for number in again.checkpointer.steps(LAST + 2):
         again.step(number)
     again.checkpointer.close()
 
@@ -405,11 +405,11 @@ def test_a_prediction_is_pinned_and_branched_like_any_step(tmp_path: Path) -> No
     again = predicting(tmp_path, held_out)
     again.attach()
     again.checkpointer.keep(label="predicted")
-    for number in again.checkpointer.steps(REACHED + 4):
+    for number in again.checkpointer.steps(LAST + 4):
         again.step(number)
     again.checkpointer.close()
     assert [pin.is_void for pin in inspect(tmp_path / "run").pins] == [False]
-    for step in (REACHED, REACHED + 2):
+    for step in (LAST, LAST + 2):
         new = tmp_path / f"from-{step}"
         start_run(lowdiff.recover(tmp_path / "run", step), new)
         assert verify(new).ok
@@ -451,7 +451,7 @@ def test_a_death_in_attach_does_not_hide_what_was_lost(
     assert inspect(tmp_path / "run").lost_tails == ()  # nothing came of it
     with caplog.at_level(logging.WARNING, "lowdiff"):
         again = predicting(tmp_path, held_out)
-        assert again.attach() == REACHED
+        assert again.attach() == LAST
     assert "LD316" in caplog.text
     again.checkpointer.close()
     assert verify(tmp_path / "run").ok

@@ -343,7 +343,7 @@ def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
 
     with pytest.raises(RuntimeError, match="out of luck"):
         train()
-    assert "did not finish within 0 s" in caplog.text
+    assert "did not finish within 1 s" in caplog.text
     os.kill(writer, signal.SIGKILL)
     folder.unlink()
     (tmp_path / "away").rename(folder)
