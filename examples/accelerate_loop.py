@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
         accelerator.print(f"starting at step {run.step}")
         step = run.step
         for _ in run.epochs(args.steps):
-            for features, targets in loader:
+            # A resumed epoch goes on in its middle.
+            for batch, (features, targets) in enumerate(loader, start=run.consumed):
                 if step == args.steps:
                     break
                 loss = nn.functional.mse_loss(model(features), targets)
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
                 step += 1
                 losses[step] = loss.item()
                 accelerator.print(f"step {step}: loss {loss.item():.9g}")
+                if batch + 1 == len(loader):
+                    accelerator.print(f"epoch {run.epoch + 1} ends")
             if step == args.steps:
                 break
     accelerator.end_training()

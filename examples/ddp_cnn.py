@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if rank == 0:
             print(f"starting at step {completed}", flush=True)
         while completed < args.steps and not checkpointer.preempted:
-            for images, labels in loader:
+            begun = checkpointer.batch_of(loader)  # a resumed epoch goes on in its middle
+            for batch, (images, labels) in enumerate(loader, start=begun):
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = nn.functional.cross_entropy(ddp(images), labels)
                 optimizer.zero_grad()
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 completed += 1
                 if rank == 0 and completed % 10 == 0:
                     print(f"step {completed}: loss {loss.item():.9g}", flush=True)
+                if rank == 0 and batch + 1 == len(loader):
+                    print(f"epoch {loader.epoch + 1} ends", flush=True)
                 if completed == args.steps or checkpointer.preempted:
                     break
     dist.destroy_process_group()

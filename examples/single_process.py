@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
         completed = checkpointer.attach(model, optimizer, scheduler=scheduler)
         print(f"starting at step {completed}", flush=True)
         while completed < args.steps and not checkpointer.preempted:
-            for features, targets in loader:
+            begun = checkpointer.batch_of(loader)  # a resumed epoch goes on in its middle
+            for batch, (features, targets) in enumerate(loader, start=begun):
                 loss = nn.functional.mse_loss(model(features), targets)
                 optimizer.zero_grad()
                 loss.backward()
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
                 completed += 1
                 losses[completed] = loss.item()
                 print(f"step {completed}: loss {loss.item():.9g}", flush=True)
+                if batch + 1 == len(loader):
+                    print(f"epoch {loader.epoch + 1} ends", flush=True)
                 if completed == args.steps or checkpointer.preempted:
                     break
     return losses

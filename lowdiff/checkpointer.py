@@ -500,11 +500,44 @@ class Checkpointer:
         Raises:
             UsageError: If the loader was not attached.
         """
+        return self._plain_loader(loader).epoch
+
+    def batch_of(self, loader: DataLoader[Any] | ResumableLoader | StatefulEpochs) -> int:
+        """Return how many batches of its epoch a loader has handed out: where a loop's count of them begins.
+
+        ::
+
+            for epoch in range(checkpointer.epoch_of(loader), 10):
+                start = checkpointer.batch_of(loader)
+                for i, batch in enumerate(loader, start=start):
+                    ...
+                    checkpointer.commit()
+
+        It is 0 but for the first epoch of a resumed run, which goes on behind the batches that are consumed.
+
+        Args:
+            loader: An attached ``DataLoader``, or what ``checkpointer.dataloader`` returned.
+
+        Raises:
+            UsageError: If the loader is neither.
+        """
+        own = next((own for own in self._loaders.values() if own is loader), None)
+        known = own or self._plain_loader(loader)
+        known.count.is_known = True
+        return known.consumed
+
+    def _plain_loader(self, loader: object) -> PlainLoader:
+        """The positions of an attached loader.
+
+        Raises:
+            UsageError: If it was not attached.
+        """
         for plain in self._plain_loaders.values():
             if plain.loader is loader:
-                return plain.epoch
+                return plain
         raise UsageError(
-            "this loader was not attached; call attach(model, optimizer, loader=loader) first"
+            "this loader was not attached; call attach(model, optimizer, loader=loader) first. A "
+            "StatefulDataLoader counts through checkpointer.dataloader(loader)"
         )
 
     def _plain_loaders_of(

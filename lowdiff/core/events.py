@@ -72,6 +72,7 @@ class Code(Enum):
     EPOCH_LEFT = "LD216"
     POSITION_UNUSED = "LD217"
     BATCH_AHEAD = "LD218"
+    EPOCH_GOES_ON = "LD219"
     # attach.
     WAITING_FOR_RUN = "LD301"
     EARLIER_CLOSED = "LD302"

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.fetches import Body, Fetches
+from lowdiff.loop.fetches import Body, Count, Fetches
 from lowdiff.model.items import Stateful
 
 _NUM_SEEDS = 2**63
@@ -33,6 +33,8 @@ class _Epochs(ABC):
 
     Attributes:
         epoch: Epochs completed.
+        consumed: Batches of the current epoch on this rank that were handed out, or failed.
+        count: Tells where the loop's own count begins.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class _Epochs(ABC):
             body: Returns the loop's position. Between a step and its commit it is too early to
                 fetch the next step's batch, which would belong to the previous step.
         """
-        self.epoch = 0
+        self.epoch = self.consumed = 0
+        self.count = Count()
+        self._left_out = 0
         self._before_batch = before_batch or (lambda: None)
         self._fetches = Fetches(body or Body)
 
@@ -69,6 +73,11 @@ class _Epochs(ABC):
             watch.batch_came()
             yield batch
 
+    def _tell_left_out(self) -> None:
+        """Say how many batches of the epoch the first iteration of a resumed run leaves out."""
+        number, self._left_out = self._left_out, 0
+        self.count.goes_on(number)
+
     @abstractmethod
     def _batch_failed(self) -> None:
         """Count a batch that could not be loaded, which the next iteration would meet again."""
@@ -85,9 +94,6 @@ class ResumableLoader(_Epochs):
     An iteration that begins while gradients are off is an evaluation: it takes the whole epoch, and
     leaves the position as it is.
 
-    Attributes:
-        epoch: Epochs completed.
-        consumed: Batches of the current epoch on this rank that were handed out, or failed.
     """
 
     def __init__(
@@ -135,7 +141,6 @@ class ResumableLoader(_Epochs):
             raise ConfigError(f"lowdiff sets {min(own)} to make the loader resumable; leave it out")
         refuse_out_of_order(options.get("in_order", True))
         super().__init__(before_batch, body)
-        self.consumed = 0
         self._dataset = dataset
         self._samples: Sized = dataset
         self._batch_size = batch_size
@@ -165,6 +170,7 @@ class ResumableLoader(_Epochs):
         return self._rest_of_epoch() if torch.is_grad_enabled() else self._evaluation()
 
     def _rest_of_epoch(self) -> Iterator[Any]:
+        self._tell_left_out()
         batches = self._load(self._batches()[self.consumed :])
         # Without workers, collating a batch may draw from the step's generators. The same holds for
         # code after an epoch without remaining batches.
@@ -221,6 +227,7 @@ class ResumableLoader(_Epochs):
             ConfigError: If the position is inside an epoch that was begun with another order.
         """
         self.epoch, self.consumed = state_dict["epoch"], self._consumed_by(state_dict)
+        self._left_out = 0 if state_dict["is_over"] else self.consumed
         if state_dict["samples"] and not state_dict["is_over"]:
             now = self.state_dict()
             changed = [
@@ -277,9 +284,7 @@ class StatefulEpochs(_Epochs):
     the moment to restore the random generators. Building an iterator draws from the generators, and
     fetching the first batch may draw as well, so they are restored in between.
 
-    Attributes:
-        epoch: Epochs completed, or ended by a sample that raised an error: the loader's next
-            iteration begins a new epoch.
+    An epoch is also ended by a sample that raises an error: the loader's next iteration begins a new one.
     """
 
     def __init__(
@@ -330,23 +335,36 @@ class StatefulEpochs(_Epochs):
         if position is not None and not is_finished:
             # The epoch was begun before, and steps() may have restored the generators already.
             torch.set_rng_state(before)
+            self._tell_left_out()
+        else:
+            self.consumed = 0
         if self._waiting["generator"] is not None and not self._started:
             # The loader does not repeat the draw of its workers' seed, so restore its generator.
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
-        yield from self._in_time(iterator)
+        for batch in self._in_time(iterator):
+            self.consumed += 1
+            yield batch
         self.epoch += 1
+        self.consumed = 0
 
     def _batch_failed(self) -> None:
         self.epoch += 1
+        self.consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position in the epoch, and the loader's own generator if it has one."""
         if not self._started:
-            return {"epoch": self.epoch, **self._waiting, "ranks": _num_shares(self._loader)}
+            return {
+                "epoch": self.epoch,
+                "consumed": self.consumed,
+                **self._waiting,
+                "ranks": _num_shares(self._loader),
+            }
         generator = self._loader.generator
         return {
             "epoch": self.epoch,
+            "consumed": self.consumed,
             "position": self._loader.state_dict(),
             "generator": None if generator is None else generator.get_state(),
             "ranks": _num_shares(self._loader),
@@ -361,6 +379,7 @@ class StatefulEpochs(_Epochs):
         _refuse_other_shares(self._loader, state_dict.get("ranks"), state_dict["position"])
         self._waiting = {name: state_dict[name] for name in ("position", "generator")}
         self.epoch, self._started = state_dict["epoch"], False
+        self.consumed = self._left_out = state_dict.get("consumed", 0)
         if self._waiting["position"] is not None:
             self._loader.load_state_dict(self._waiting["position"])
 

@@ -35,6 +35,28 @@ class Body:
     thread: int = 0
 
 
+class Count:
+    """How many batches of its epoch a resumed loader leaves out, for loops that count inside an epoch.
+
+    Attributes:
+        is_known: Whether the loop has asked for it, or was told.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+
+    def goes_on(self, number: int) -> None:
+        """An epoch goes on behind so many batches of a resumed run: say so once."""
+        if number and not self.is_known:
+            self.is_known = True
+            Code.EPOCH_GOES_ON.warn(
+                f"the epoch of a loader goes on where the resumed step was: its first {number} batch(es) are left out. "
+                "Where the loop counts batches: enumerate(loader, start=checkpointer.batch_of(loader)), which "
+                "silences this line",
+                batches=number,
+            )
+
+
 class Fetches:
     """The iterations over one loader: refuses or names batches that are fetched ahead of their step."""
 

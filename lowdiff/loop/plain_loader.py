@@ -26,7 +26,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.core.memory import array_of
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import mixed_seed, refuse_out_of_order, samplers_of, seed_all
-from lowdiff.loop.fetches import Body, Fetches, FetchWatch, Gradients
+from lowdiff.loop.fetches import Body, Count, Fetches, FetchWatch, Gradients
 from lowdiff.loop.shares import Share, order_of, share_of
 from lowdiff.model.items import Stateful, random_generators
 from lowdiff.persistence.format.values import same
@@ -141,7 +141,7 @@ class PlainLoader:
         self._refuse()
         self._before_batch, self._body = before_batch, body
         self._model = weakref.ref(model)  # a loader outlives the Checkpointer
-        self._fetches = Fetches(body)
+        self._fetches, self.count = Fetches(body), Count()
         self._epoch = 0
         self._num_begun = 0
         self._seed: int | None = None
@@ -262,6 +262,8 @@ class PlainLoader:
         self._settle()
         self._tracked = [(made, p) for made, p in self._tracked if made() is not None]
         self._warn_if_unused()
+        if self._untaken and not self._untaken[0].is_nested:
+            self.count.goes_on(0 if self._untaken[0].is_over else self.consumed)
         position = self._untaken.pop(0) if self._untaken else self._new()
         iteration = _Iteration(self, position, is_watched=True)
         self._tracked.append((weakref.ref(iteration), position))
@@ -286,6 +288,22 @@ class PlainLoader:
         """Iterations that ended, but nested ones, and those that were left before a step was made."""
         self._settle()
         return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """Batches of the epoch in progress that were handed out.
+
+        Of an epoch that other ranks began: as many as hold the samples that are consumed.
+        """
+        position = next((p for p in self._positions() if not p.is_nested), None)
+        if position is None:
+            return 0
+        now = share_of(self._loader)
+        if now is None or position.share is None:
+            return position.consumed
+        before = Share(**position.share)
+        samples = position.skipped + position.consumed * before.batch_size * before.ranks
+        return samples // (now.batch_size * now.ranks)
 
     def _settle(self, *, counts: bool = False) -> None:
         """Drop iterations that the loop left after a step; ``counts``: a step is being committed."""

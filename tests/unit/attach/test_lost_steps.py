@@ -130,8 +130,7 @@ def test_the_lost_steps_are_predicted_and_the_run_says_since_when_it_is_inexact(
     with caplog.at_level(logging.WARNING, "lowdiff"):
         assert again.attach() == LAST
     assert (
-        f"LD316: steps {DURABLE + 1} to {LAST} are lost; inexact since step {LAST}"
-        in caplog.text
+        f"LD316: steps {DURABLE + 1} to {LAST} are lost; inexact since step {LAST}" in caplog.text
     )
 
     decision = decision_of(tmp_path)
