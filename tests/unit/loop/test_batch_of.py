@@ -39,7 +39,7 @@ class Training:
             folder / "run", staging=folder / "staging", compressor=TopK(0.5)
         )
         self.loader: Any
-        objects = {}
+        objects: dict[str, Any] = {}
         if kind == "own":
             self.loader = self.checkpointer.dataloader(DATA, batch_size=2)
         elif kind == "torchdata":
