@@ -48,7 +48,7 @@ class Training:
                 loaders.StatefulDataLoader(DATA, batch_size=2, shuffle=True)
             )
         else:
-            sampler = DistributedSampler(DATA, 1, 0) if kind == "distributed" else None
+            sampler: Any = DistributedSampler(DATA, 1, 0) if kind == "distributed" else None
             self.loader = objects["loader"] = DataLoader(
                 DATA, batch_size=2, shuffle=sampler is None, sampler=sampler
             )
