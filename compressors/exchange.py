@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed
+from lowdiff.compressors.settings import refuse_large
 from lowdiff.core import devices
 from lowdiff.errors import RankLost, UsageError
 
@@ -101,7 +102,11 @@ def exchange(
     Returns:
         Future of ``buffer``. Its ``wait()`` raises UsageError if a rank is at another step, and
         RankLost if the exchange failed.
+
+    Raises:
+        UnsupportedModel: If the bucket has more elements than 31 bits number.
     """
+    refuse_large("a bucket of gradients (DistributedDataParallel's bucket_cap_mb)", buffer.numel())
     world_size = 1 if group is None else group.size()
     if world_size == 1:
         buffer.zero_().index_copy_(0, positions, values)

@@ -66,6 +66,16 @@ class SparseSettings(Settings):
                 "values, and Quantize(8) sends every entry in 8 bits"
             )
 
+    def residual_layout(self, layout: Layout) -> Layout:
+        """Return a layout with one residual per parameter.
+
+        Raises:
+            UnsupportedModel: If a parameter has more elements than 32 bits number.
+        """
+        for spec in layout.parameters:
+            refuse_large(f"parameter {spec.name!r}", spec.numel)
+        return residuals_of(layout)
+
     def density_at(self, step: int | None) -> float:
         """Return the density of a step, counted from 1; None stands for any step after a warm-up."""
         return self.density
@@ -78,6 +88,15 @@ class SparseSettings(Settings):
         if numel < self.dense_below:
             return numel
         return min(numel, max(1, math.ceil(self.density_at(step) * numel)))
+
+
+def refuse_large(what: str, numel: int) -> None:
+    """Raise UnsupportedModel if positions of entries would not fit 32 bits, in which they travel."""
+    if numel >= 1 << 31:
+        raise UnsupportedModel(
+            f"{what} has {numel:,} elements, and positions of entries have 31 bits: divide it, or take "
+            "PowerSGD, Quantize or Cast, which send no positions"
+        )
 
 
 def checked_size(name: str, unit: str, value: int) -> None:

@@ -18,7 +18,6 @@ from lowdiff.compressors.binned import (
 )
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
-from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.settings import (
     SparseSettings,
     checked_size,
@@ -90,11 +89,11 @@ class TopK(SparseSettings):
         """Return a layout with one residual per parameter.
 
         Raises:
-            UnsupportedModel: If values cannot be rounded to ``value_dtype``.
+            UnsupportedModel: If values cannot be rounded to ``value_dtype``, or a parameter is too large.
         """
         if self.narrow is not None:
             refuse_other_half(layout, self.narrow, f"value_dtype={self.narrow}")
-        return residuals_of(layout)
+        return SparseSettings.residual_layout(self, layout)
 
     def bind(
         self,

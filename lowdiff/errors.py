@@ -217,20 +217,32 @@ class StepNotFound(RecoveryError):
     """The requested step cannot be rebuilt; says which steps can."""
 
     def __init__(
-        self, path: Path | str, step: int | None, ranges: Sequence[tuple[int, int]], why: str
+        self,
+        path: Path | str,
+        step: int | None,
+        ranges: Sequence[tuple[int, int]],
+        why: str,
+        *,
+        can: str = "recover",
     ) -> None:
+        """Say so.
+
+        Args:
+            path: The run.
+            step: The step; None for the newest.
+            ranges: Steps that can be had, ends included.
+            why: Why not this one.
+            can: What cannot be done with it: ``"recover"`` or ``"pin"``.
+        """
         self.path = path
         self.step = step
         self.why = why
         self.recoverable = tuple(ranges)
+        done, able = ("pinned", "pinnable") if can == "pin" else ("recovered", "recoverable")
         spans = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges)
         spans = spans or "none; `lowdiff verify` says why"
-        wanted = "no step" if step is None else f"step {step}"
-        super().__init__(
-            f"{wanted} of {path} can be recovered: {why}; recoverable steps: {spans}"
-            if step is None
-            else f"{wanted} of {path} cannot be recovered: {why}; recoverable steps: {spans}"
-        )
+        what = f"no step of {path} can" if step is None else f"step {step} of {path} cannot"
+        super().__init__(f"{what} be {done}: {why}; {able} steps: {spans}")
 
 
 class ReplayMismatch(RecoveryError):

@@ -178,6 +178,11 @@ class Waiting(Protocol):
         """Whether somebody removed staging, so that nothing comes."""
         ...
 
+    @property
+    def delay(self) -> str:
+        """Say what holds those processes up, as far as that shows; empty where it does not."""
+        ...
+
     def status(self) -> WriterStatus:
         """Return what the processes behind the queue report now."""
         ...
@@ -277,8 +282,9 @@ class Storage:
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
+                held_up = f": {queue.delay}" if queue.delay else ""
                 Code.WAITING.warn(
-                    f"training has waited {now - started:.0f} s for {what}",
+                    f"training has waited {now - started:.0f} s for {what}{held_up}",
                     rank=self.rank,
                     seconds=now - started,
                 )

@@ -33,7 +33,8 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
     check_label(label)
     run_id = read_run_id(folder)
     if step > session.step:
-        raise _not_found(settings, step, "it is not committed yet")
+        ranges = recoverable(scan(folder, [settings.staging_root]))
+        raise StepNotFound(settings.run, step, ranges, "it is not committed yet")
     with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):
         inventory = take_inventory(folder, run_id)
         whole = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
@@ -42,21 +43,17 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         if step < max(whole, default=0):
             plan_recovery(scan(folder), step)
         elif not session.queue.logs_steps and step not in (*whole, session.queue.images.step):
-            raise _not_found(
-                settings, step,
+            why = (
                 "without a compressor only full snapshots are kept, and there is none of it; "
-                "Retention(every_steps=K) takes one at each K-th step",
-            )  # fmt: skip
+                "Retention(every_steps=K) takes one at each K-th step"
+            )
+            raise StepNotFound(settings.run, step, [(s, s) for s in whole], why, can="pin")
         # With a run folder per node, other ranks' fences of this incarnation are not here yet.
         own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
         fences = {**begun_fences(folder, run_id), own.incarnation: own}
         owner = owner_of(lineage(fences), step)
         if owner is None:
-            raise _not_found(settings, step, "it is not part of the run's history")
+            ranges = recoverable(scan(folder, [settings.staging_root]))
+            raise StepNotFound(settings.run, step, ranges, "it is not part of the run's history")
         write_pin(folder, run_id, Pin(label, step, owner))
     return step
-
-
-def _not_found(settings: Settings, step: int, why: str) -> StepNotFound:
-    ranges = recoverable(scan(settings.folder, [settings.staging_root]))
-    return StepNotFound(settings.run, step, ranges, why)

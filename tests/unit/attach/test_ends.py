@@ -137,6 +137,31 @@ def test_what_cannot_be_made_durable_in_time_is_said(
     again.die()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["log", "replica"])
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, strategy: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), strategy, "interrupted"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    (tmp_path / "run/run.json").rename(tmp_path / "aside")  # nothing becomes durable
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert time.monotonic() - began < 4
+    (tmp_path / "aside").rename(tmp_path / "run/run.json")
+    again = loop_of(tmp_path, strategy)
+    assert again.attach() == _STEPS
+    again.die()
+
+
 def fails(rank: int, world_size: int, folder: str, strategy: str) -> None:
     """Rank 1 raises an error; the other one hears that it is gone."""
     torch.manual_seed(0)

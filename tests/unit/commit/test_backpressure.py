@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -231,3 +231,12 @@ def test_steps_that_were_dropped_in_vain_are_dropped(
             loop.checkpointer.commit()
     assert loop.checkpointer.stats()["dropped_steps"] == 2
     loop.die()
+
+
+@pytest.mark.new_processes
+def test_a_replica_that_still_starts_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limits: Callable[..., None]
+) -> None:
+    limits(waiting_notice_seconds=0.05)
+    Loop(tmp_path, settings={"compressor": None, "snapshot_every": 1}).run(4)
+    assert "s for step 1 to be durable: its replica is still starting" in caplog.text

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK, from_settings
+from lowdiff.compressors.exchange import exchange
 from lowdiff.core.layout import layout_of
 from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.protocols import Compressor
+from lowdiff.types import Layout, ParameterSpec
 from tests.contract.compressors import FAMILY
 
 
@@ -137,3 +139,19 @@ def test_the_density_falls_to_its_value_while_it_warms_up() -> None:
     assert kept[10] == kept[11] == compressor.kept(1_000_000) == 1000
     assert kept == sorted(kept, reverse=True)
     assert TopK(0.5, dense_below=0, warmup=10).kept(100, 1) == 50
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), CyclicTopK(0.1), RandomK(0.1)], ids=repr)
+def test_positions_that_need_more_than_31_bits_are_refused(compressor: Compressor) -> None:
+    large = ParameterSpec("table", (1 << 31, 1), (1, 1), "float32", 0)
+    with pytest.raises(UnsupportedModel, match=r"'table' has 2,147,483,648 elements.* 31 bits"):
+        compressor.residual_layout(Layout((large,)))
+    fits = dataclasses.replace(large, shape=((1 << 31) - 1, 1))
+    assert compressor.residual_layout(Layout((fits,))).parameters
+    PowerSGD(2).residual_layout(Layout((large,)))
+
+
+def test_so_is_a_bucket_of_that_size() -> None:
+    bucket = torch.zeros(1).expand(1 << 31)
+    with pytest.raises(UnsupportedModel, match="bucket_cap_mb"):
+        exchange(bucket, torch.zeros(1, dtype=torch.int64), torch.zeros(1), stamp=0, group=None)
