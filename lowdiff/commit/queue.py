@@ -153,11 +153,6 @@ class LogQueue:
         return self._log.is_gone or self.storage.has_lost_image
 
     @property
-    def delay(self) -> str:
-        """See `Waiting`."""
-        return ""
-
-    @property
     def durable_step(self) -> int:
         """See `StepQueue`: what follows dropped steps counts once the snapshot behind it is durable."""
         status = self.storage.writer.read_status()

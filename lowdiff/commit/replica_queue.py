@@ -127,14 +127,6 @@ class ReplicaQueue:
         return self._replica.read_status().generation == generation
 
     @property
-    def delay(self) -> str:
-        """See `Waiting`: a replica loads torch, and takes its first image, before it applies a step."""
-        status = self._replica.read_status()
-        return (
-            "its replica is still starting" if status.generation < 0 and not status.forgot else ""
-        )
-
-    @property
     def durable_step(self) -> int:
         """See `StepQueue`."""
         return self.storage.writer.read_status().unbroken_step

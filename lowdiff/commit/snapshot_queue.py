@@ -38,11 +38,6 @@ class SnapshotQueue:
         return not storage.folder.survivor_status.exists() or storage.has_lost_image
 
     @property
-    def delay(self) -> str:
-        """See `Waiting`."""
-        return ""
-
-    @property
     def durable_step(self) -> int:
         """See `StepQueue`: a step is durable with the snapshot of it or a later one."""
         return self.storage.writer.read_status().unbroken_step

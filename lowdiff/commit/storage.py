@@ -178,11 +178,6 @@ class Waiting(Protocol):
         """Whether somebody removed staging, so that nothing comes."""
         ...
 
-    @property
-    def delay(self) -> str:
-        """Say what holds those processes up, as far as that shows; empty where it does not."""
-        ...
-
     def status(self) -> WriterStatus:
         """Return what the processes behind the queue report now."""
         ...
@@ -249,6 +244,12 @@ class Storage:
         return self.settings.on_error == "raise"
 
     @property
+    def _replica_starts(self) -> bool:
+        """Whether there is a replica that loads torch, or takes its first image, and has applied no step yet."""
+        status = None if self._replica is None else self._replica.read_status()
+        return status is not None and status.generation < 0 and not status.forgot
+
+    @property
     def has_lost_image(self) -> bool:
         """Whether a snapshot was removed or damaged in memory before it was durable."""
         return self.writer.read_status().lost_image >= 0
@@ -282,7 +283,7 @@ class Storage:
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
-                held_up = f": {queue.delay}" if queue.delay else ""
+                held_up = ": its replica is still starting" if self._replica_starts else ""
                 Code.WAITING.warn(
                     f"training has waited {now - started:.0f} s for {what}{held_up}",
                     rank=self.rank,

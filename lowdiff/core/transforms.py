@@ -8,7 +8,7 @@ hook asks here first: one that can wait acts at the next call outside, any other
 from __future__ import annotations
 
 import torch
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx import _symbolic_trace
 
 from lowdiff.core import devices
 
@@ -23,15 +23,14 @@ def inside(device: torch.device) -> str:
     Args:
         device: Where the model lives.
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # first: while torch.compile traces this, it sees nothing behind it
+    # First: while torch.compile traces this, it sees nothing behind it.
+    if torch.compiler.is_compiling():
         return "torch.compile or torch.export"
     if torch._C._functorch.maybe_current_level() is not None:
         return "a transform of torch.func"
     if torch._C._is_tracing():
         return "torch.jit.trace"
-    if is_fx_symbolic_tracing():
+    if _symbolic_trace._is_fx_tracing_flag:  # what asks for it has other names in other versions
         return "a trace of torch.fx"
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         return "a FakeTensorMode"
