@@ -29,7 +29,7 @@ from lowdiff.compressors import Averaged, Dense
 from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.loop.dataloader import LeftOut, ResumableLoader, StatefulEpochs
+from lowdiff.loop.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.loop.fetches import Body
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
@@ -543,7 +543,7 @@ class Checkpointer:
     def _plain_loaders_of(
         self, objects: Mapping[str, Any], model: torch.nn.Module
     ) -> tuple[dict[str, PlainLoader], dict[str, Stateful]]:
-        """Return the plain DataLoaders among attached objects, and the rest with what it leaves out.
+        """Return the plain DataLoaders among attached objects, and the rest.
 
         Raises:
             ConfigError: If one cannot be resumed, or is there twice.
@@ -551,17 +551,17 @@ class Checkpointer:
         loaders: dict[str, PlainLoader] = {}
         for name, thing in objects.items():
             if not is_plain_loader(thing):
+                if isinstance(thing, DataLoader):
+                    raise ConfigError(
+                        f"{name} is a {type(thing).__name__} with a state of its own, which lacks its generator and the "
+                        "moment at which a resumed epoch begins; loop over what checkpointer.dataloader(loader) "
+                        "returns, called before attach, which keeps both"
+                    )
                 continue
             if any(thing is other.loader for other in loaders.values()):
                 raise ConfigError(f"{name} is attached by another name as well; attach it once")
             loaders[name] = PlainLoader(thing, self._body_begins, self._body, model)
-        others = {name: thing for name, thing in objects.items() if name not in loaders}
-        left_out = {
-            f"{name}.generator": LeftOut(thing)
-            for name, thing in others.items()
-            if isinstance(thing, DataLoader)
-        }
-        return loaders, {**others, **left_out}
+        return loaders, {name: thing for name, thing in objects.items() if name not in loaders}
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
@@ -781,7 +781,7 @@ class Checkpointer:
                 if failed:
                     self._failures.save("the training ended with an error")
                 self._failures.close()
-            if self._loop is not None and not failed:
+            if self._loop is not None and not (failed or detaches):
                 self._loop.ends()
             finish(opened, failed=failed, detaches=detaches)
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)

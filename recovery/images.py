@@ -65,7 +65,7 @@ def image_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ImageTens
     for (name, _), host in zip(
         named, devices.on_host([tensor for _, tensor in named]), strict=True
     ):
-        values = host.contiguous()
+        values = host.resolve_neg().contiguous()  # whose sign is a mark in some views
         code, data = _CODES[dtype_name(host.dtype)], byte_view(values)
         made.append(ImageTensor(name, code, tuple(host.shape), data))
     return made

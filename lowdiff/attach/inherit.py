@@ -48,7 +48,7 @@ def inherit_residual(
         if ranks.rank == 0 and state.step > 0 and _kept(state.fence, 0).parameters:
             Code.RESIDUAL_OF_SNAPSHOT.warn(
                 f"the error-feedback residual of step {state.step} is that of other shards, and starts at "
-                "zero: the state is exact, the continuation is not bit-identical",
+                "zero: the state is exact, the continuation is perhaps not bit-identical",
                 rank=ranks.rank,
             )
         state.residuals = [{}]
@@ -121,21 +121,21 @@ def _residual_of(
                 Code.RESIDUAL_OLDER.warn(
                     "the nearest error-feedback residual that memory holds, here or on another node, is that of "
                     f"step {step}, and step {state.step} goes on with it: the state is exact, the "
-                    "continuation is not bit-identical",
+                    "continuation is perhaps not bit-identical",
                     rank=rank,
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
     if state.base_step != state.step and had_one:
         Code.RESIDUAL_OF_SNAPSHOT.warn(
             f"the error-feedback residual of step {state.step} is not in staging memory; using "
-            f"that of snapshot {state.base_step}: the state is exact, the continuation is not "
-            "bit-identical",
+            f"that of snapshot {state.base_step}: the state is exact, the continuation is perhaps "
+            "not bit-identical",
             rank=rank,
         )
     elif state.step > 0 and had_one and not state.residuals[rank]:
         Code.RESIDUAL_OF_SNAPSHOT.warn(
             f"the error-feedback residual of step {state.step} is not to be found from here, and starts at "
-            "zero: the state is exact, the continuation is not bit-identical",
+            "zero: the state is exact, the continuation is perhaps not bit-identical",
             rank=rank,
         )
     return state.residuals[rank]

@@ -87,7 +87,7 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
         value, tensor = state.resolved(name, items), live.get(name)
         is_other = tensor is not None and _form(value) != _form(tensor)
         if name in slots:
-            if tensor is not None and is_other:
+            if tensor is not None and is_other and tensor.numel():  # else it was built to be filled
                 differences.append(f"{name} is {_form(value)} in the run, built as {_form(tensor)}")
         elif tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
             differences.append(f"{name} is left to the model, which makes it while it trains")
@@ -227,8 +227,10 @@ def load_weights(
             taken[own] = name
     if wrong:
         raise RunMismatch(
-            f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
-            "load what fits by hand from what `lowdiff recover RUN --out weights.safetensors` writes"
+            f"the run's weights do not fit the model: {'; '.join(wrong)}. Give another form another name; what the "
+            "model does not have, leave out by hand, before an attach without restore_from or restore: "
+            "weights = lowdiff.recover(RUN).model_state_dict(); "
+            "model.load_state_dict({name: weights[name] for name in ...}, strict=False)"
         )
 
     def weight(own: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import by_tensor, in_a_row
 from lowdiff.model.averages import followed_names
 from lowdiff.model.binding import Attached
-from lowdiff.model.built import dropped, read_built
+from lowdiff.model.built import dropped, mark_used, read_built, stored
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
 from lowdiff.recovery.reshard import frozen_as, resharded, whole_trained
@@ -74,7 +74,7 @@ def load_start(
     attached, stateful, tracker = given.attached, given.stateful, given.tracker
     built = read_built(attached.optimizers, stateful)
     if state is None:
-        return Start(0, False, True, [], tracker.read_first(), built)
+        return Start(0, False, True, [], tracker.read_first(), _settled(given, built))
     moved = []
     items, frozen = inherit(state.items, ranks.world_size)[ranks.rank], attached.frozen_shards
     if state.fence.frozen_shards != frozen.layout:
@@ -93,7 +93,7 @@ def load_start(
                 f"these are not in step {state.step} of the run, and stay as the model was built: "
                 f"{', '.join(kept)}",
             )
-        return Start(0, False, True, [], tracker.read_first(), built)
+        return Start(0, False, True, [], tracker.read_first(), _settled(given, built))
     slots = settings.compressor.residual_layout(attached.exchanged).parameters
     residual = [state.residuals[0].get(spec.name) for spec in slots]
     reshaped = load_model(state, items, attached)
@@ -113,7 +113,8 @@ def load_start(
         )
     averages = followed_names(given.averages, attached.layout)
     changes = moved + _changes(settings, state.fence, ranks, averages)
-    left, built = dropped(state.fence.built, built, read_built(attached.optimizers, stateful))
+    after = read_built(attached.optimizers, stateful)
+    left, built = dropped(state.fence.built, _settled(given, built), after)
     if ranks.rank == 0 and left:
         Code.BUILT_OTHERWISE.warn(
             f"resuming at step {state.step}, the run's history wins over what this script builds otherwise than before: "
@@ -129,6 +130,12 @@ def load_start(
             inform(text)
     items |= {STATEFUL_ITEM + name: live[STATEFUL_ITEM + name] for name in afresh}
     return Start(state.step, True, bool(changes or objects), residual, items, built)
+
+
+def _settled(given: Given, built: Mapping[str, str]) -> dict[str, str]:
+    """What a script built that goes on record; what is attached now is never taken for built again."""
+    mark_used([*given.attached.optimizers, *given.stateful.values()])
+    return stored(built, given.stateful)
 
 
 def _divided_as(attached: Attached, state: RecoveredState, restore: str) -> RecoveredState:

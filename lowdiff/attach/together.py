@@ -133,12 +133,23 @@ def source_of(settings: Settings, attached: Attached, catalog: Catalog, wish: Wi
 
 
 def _has_begun_so(attached: Attached, catalog: Catalog) -> bool:
-    """Whether the newest history began with weights alone, and goes on with what is attached."""
+    """Whether the newest history began with weights of this run alone, and goes on with what is attached.
+
+    Raises:
+        ConfigError: If that cannot be told.
+    """
     fences = catalog.incarnations
     if not fences:
         return False
     first = first_of_lineage(fences)
-    if first is not None and first.origin is None:
+    if first is None:
+        raise ConfigError(
+            'restore="model" resumes what it began and nothing else, and how this run began cannot be read: '
+            f"its first fence in {catalog.root} is missing or damaged (`lowdiff verify` says more). "
+            'restore="all" goes on with the run, step=N begins anew with the weights of that step'
+        )
+    origin = first.origin
+    if origin is None or origin.run_id not in ("", catalog.run_id):
         return False
     return difference(attached, fences[max(fences)]) is None
 

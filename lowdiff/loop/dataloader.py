@@ -436,45 +436,6 @@ def _refuse_other_shares(loader: DataLoader[Any], before: int | None, position: 
         )
 
 
-class LeftOut:
-    """What an attached ``StatefulDataLoader`` leaves out of its own state.
-
-    Without it the first epoch after a resume is right, and later ones have another order than in an
-    uninterrupted run.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        """Look at a loader that is attached under another name, before this object.
-
-        Raises:
-            ConfigError: If it hands out batches out of order, or has a sampler that draws another order
-                in a resumed run.
-        """
-        refuse_out_of_order(getattr(loader, "in_order", True))
-        refuse_redrawing(loader)
-        self._loader: Any = loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader's own generator, and over how many ranks it shares samples out."""
-        generator = self._loader.generator
-        return {
-            "generator": None if generator is None else generator.get_state(),
-            "ranks": _num_shares(self._loader),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the generator of a loader that was given its own state.
-
-        Raises:
-            ConfigError: If the epoch was begun with another number of ranks.
-        """
-        # The loader makes its iterator when it is asked, which draws a seed for the workers. The
-        # uninterrupted run drew that when the epoch began.
-        _refuse_other_shares(self._loader, state_dict["ranks"], self._loader.state_dict())
-        if self._loader.generator is not None and state_dict["generator"] is not None:
-            self._loader.generator.set_state(state_dict["generator"])
-
-
 def samplers_of(loader: Any) -> list[Any]:
     """Return what yields a loader's indices: batch sampler, sampler, and the samplers in them."""
     found: list[Any] = []

@@ -167,7 +167,7 @@ class PlainLoader:
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigError(
                 "an IterableDataset does not reveal its position, so its batches cannot be skipped "
-                "by index; attach a StatefulDataLoader of torchdata instead of the DataLoader"
+                "by index; loop over checkpointer.dataloader(loader) with a StatefulDataLoader of torchdata"
             )
         refuse_out_of_order(getattr(loader, "in_order", True))
         if self._kind.__iter__ is not DataLoader.__iter__:

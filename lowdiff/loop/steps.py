@@ -112,7 +112,7 @@ class TrainingLoop:
         self._draws = Draws(attached.device) if session.step else None
         self._why_over = ""
         self._detached: DetachedLoop | None = None
-        self._is_in_body = False
+        self._is_in_body = self._has_ended = False
         self._ends_bodies = False  # whether steps() ends the bodies
         self._thread = 0  # that committed last
         # Only a resumed run has generators to restore, and only until its first body is over.
@@ -155,8 +155,13 @@ class TrainingLoop:
         self.ends()
 
     def ends(self) -> None:
-        """The loop is over, perhaps at once: a finished run gives back what it had drawn, for what follows."""
-        self._restore(_IN_BODY)
+        """The loop is over at once: a finished run gives back what it had drawn, for what follows.
+
+        A first body that comes all the same, of a later epoch say, restores once more.
+        """
+        if self._restored == _NOWHERE and not self._has_ended:
+            restore_random_states(self._random_states, self._device)
+        self._has_ended = True
 
     def _commit(self) -> None:
         self._thread = threading.get_ident()
@@ -234,7 +239,8 @@ class TrainingLoop:
                 "attach and the first step, and restored now: an uninterrupted "
                 "run drew other numbers there. If the loop trains with them, as with a batch that "
                 "is fetched ahead, keep them in checkpointer.state, which attach restores, and "
-                "draw only what that state lacks",
+                "draw only what that state lacks. A batch that is drawn at the top of the body needs only the loop "
+                "over checkpointer.steps(...), which restores them there",
             )
 
     def _leave_generators(self) -> None:

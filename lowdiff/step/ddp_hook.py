@@ -247,7 +247,8 @@ def _refuse_join(ddp: DistributedDataParallel) -> None:
     DDP keeps the mark of a ``Join`` also after its with block.
     """
     join = ddp._join_config
-    if join.enable and not join.throw_on_early_termination:
+    is_alone = ddp.process_group.size() == 1
+    if join.enable and not (join.throw_on_early_termination or is_alone):
         raise UsageError(
             "the loop runs inside torch's Join (ddp.join(), accelerator.join_uneven_inputs), where ranks that "
             "have no batch left stop and the others go on. A step counts only if all ranks commit it, so the others "

@@ -79,7 +79,7 @@ class Tensor:
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _CODES:
             raise ConfigError(f"a tensor of {tensor.dtype} cannot be published")
-        own = bytearray(byte_view(tensor.detach().cpu().contiguous()))
+        own = bytearray(byte_view(tensor.detach().cpu().resolve_neg().contiguous()))
         return cls.of_bytes(_CODES[name], tuple(tensor.shape), own)
 
     def to_numpy(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -251,6 +251,25 @@ def test_a_schedule_goes_on_along_the_new_curve(tmp_path: Path) -> None:
     assert found == [(3, pytest.approx(curve[3])), (4, pytest.approx(curve[4]))]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_so_does_one_whose_settings_lie_in_the_groups(tmp_path: Path) -> None:
+    begun = (
+        "scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)\n"
+        "checkpointer.attach(model, optimizer, scheduler=scheduler)"
+    )
+    made = "OneCycleLR(optimizer, 2e-2, total_steps=40)"
+    lines = CHANGES["The schedule"].replace("CosineAnnealingLR(optimizer, T_max=40)", made)
+    assert made in lines
+    names = Change(tmp_path / "whole").start("")
+    whole = torch.optim.lr_scheduler.OneCycleLR(names["optimizer"], 2e-2, total_steps=40)
+    curve = []
+    for _ in range(5):
+        curve.append(whole.get_last_lr()[0])
+        whole.step()
+    _, _, found = Change(tmp_path).changed(begun, lines)
+    assert found == [(3, pytest.approx(curve[3])), (4, pytest.approx(curve[4]))]
+
+
 def test_other_data_begin_an_epoch(tmp_path: Path) -> None:
     begun = (
         "loader = DataLoader(dataset, batch_size=8, shuffle=True)\n"

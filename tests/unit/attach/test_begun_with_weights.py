@@ -203,3 +203,23 @@ def test_ranks_take_weights_of_a_run_of_one(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(tune, 2, str(tmp_path), 3)
     assert all(began == 0 and same(taken, old.weights()) for began, taken in told)
     assert [began for began, _ in pool.run(tune, 2, str(tmp_path), 5)] == [3, 3]
+
+
+def test_a_second_stage_takes_the_weights_of_a_run_that_began_with_others(tmp_path: Path) -> None:
+    Loop(tmp_path / "old").run(2)
+    tuned = Loop(tmp_path)
+    tuned.run(3, restore_from=tmp_path / "old/run")
+    second = Loop(tmp_path)
+    assert second.attach(restore="model") == 0
+    assert same(second.weights(), tuned.weights())
+    second.checkpointer.close()
+    assert begun(Loop(tmp_path), 1, restore="model") == 0
+
+
+def test_a_beginning_that_cannot_be_read_is_not_guessed(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    Loop(tmp_path).run(4)
+    RunFolder(tmp_path / "run").fence(0, 0).write_bytes(b"")
+    with pytest.raises(ConfigError, match="how this run began cannot be read"):
+        Loop(tmp_path).attach(restore="model")
+    assert Loop(tmp_path).run(5, restore="all") == 4

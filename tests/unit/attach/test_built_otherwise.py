@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,43 @@ def test_a_new_setting_and_a_run_that_recorded_none_say_nothing(
     built = read_fence(RunFolder(tmp_path / "run").fence(1, 0)).built
     assert built["stopping.patience"] == "3"
     assert built["note of group 0 of AdamW"] == "'new'"
+
+
+class Client(Stopping):
+    """Holds what is nobody else's business, and what no text can be made of."""
+
+    def __init__(self, patience: int, token: str, ratio: object, started: float) -> None:
+        super().__init__(patience)
+        self.token, self.ratio, self.headers = token, ratio, {"Authorization": token}
+        self.started = started + random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"started": self.started, "ratio": None}
+
+
+def test_what_an_object_does_not_store_goes_to_no_disk_and_nothing_hinders_attach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for until in (2, 3):
+        ratio = torch.empty(1, device="meta") if until == 2 else Fraction(10**400)
+        live(tmp_path, until, client=Client(3, "secret", ratio, 1.0))
+    built = read_fence(RunFolder(tmp_path / "run").fence(1, 0)).built
+    assert "client.patience" in built
+    assert not any("secret" in text for text in built.values())
+    assert not [
+        p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"secret" in p.read_bytes()
+    ]
+
+
+def test_what_training_made_of_an_object_is_not_what_a_script_built(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a notebook, where the same objects are attached again."""
+    loop = Loop(tmp_path)
+    scheduler = lr_scheduler.StepLR(loop.optimizer, 2, 0.1)
+    for until in (3, 5):
+        live(tmp_path, until, loop, scheduler=scheduler)
+    for until in (6, 7):
+        again = Loop(tmp_path)
+        live(tmp_path, until, again, scheduler=lr_scheduler.StepLR(again.optimizer, 2, 0.1))
+    assert said(caplog) == ""

@@ -160,7 +160,8 @@ def test_other_ranks_batches_and_data_are_no_fault_of_a_loader_of_ours(
     seen = loaded(tmp_path, until, before)
     seen += loaded(tmp_path, until + 2, after)
     assert set(seen) >= set(range(20))
-    assert warnings(caplog) == []
+    # An epoch that goes on says so.
+    assert [line for line in warnings(caplog) if not line.startswith("LD219")] == []
 
 
 def test_a_class_that_is_found_in_another_module_goes_on(

@@ -429,7 +429,7 @@ def test_loops_as_people_write_them(
 ) -> None:
     both(tmp_path, make, body, 14, kills)
     said = caplog.text.replace("LD217", "") if body is leaving else caplog.text
-    assert "LD21" not in said
+    assert "LD21" not in said.replace("LD219", "")  # these loops do not count batches
 
 
 @pytest.mark.slow
@@ -683,7 +683,7 @@ def test_an_epoch_that_ends_within_a_step_is_no_look_at_the_data(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, body: Body
 ) -> None:
     both(tmp_path, plain, body, 4, [1])
-    assert "LD21" not in caplog.text
+    assert "LD21" not in caplog.text.replace("LD219", "")  # nor do these
 
 
 class Failing(Noisy):

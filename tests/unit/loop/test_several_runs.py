@@ -87,3 +87,49 @@ def test_a_finished_run_gives_back_what_it_had_drawn(
     found = folds(tmp_path / "killed", loop)
     assert all(same(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert "LD212" not in caplog.text
+
+
+def nested(folder: Path, killed_at: int | None = None) -> list[float]:
+    """A loop over ``steps()`` in each epoch, with numbers drawn behind it; what the bodies drew."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run", staging=folder / "staging", compressor=TopK(0.5)
+    )
+    checkpointer.attach(model, optimizer)
+    drawn = []
+    for epoch in range(4):
+        for step in checkpointer.steps((epoch + 1) * 2):
+            drawn.append(torch.rand(1).item())
+            if step == killed_at:
+                testing.kill(checkpointer)
+                return drawn
+            optimizer.zero_grad()
+            model(torch.ones(3, 5)).square().mean().backward()
+            optimizer.step()
+        torch.rand(3)
+    checkpointer.close()
+    return drawn
+
+
+def test_epochs_that_are_over_leave_the_first_body_its_numbers(tmp_path: Path) -> None:
+    whole = nested(tmp_path / "whole")
+    nested(tmp_path / "killed", killed_at=5)
+    assert nested(tmp_path / "killed") == whole[5:]
+
+
+@pytest.mark.parametrize("end", ["detach", "close"])
+def test_an_end_behind_a_forward_pass_repeats_no_numbers(tmp_path: Path, end: str) -> None:
+    for is_last in (False, True):
+        fold = Fold(tmp_path / "run", is_killed=False)
+        if is_last:
+            fold.model(torch.ones(6, 5)).sum().backward()
+            torch.rand(1)
+            before = torch.get_rng_state()
+            getattr(fold.checkpointer, end)()
+            assert torch.equal(torch.get_rng_state(), before)
+        else:
+            fold.body()
+            fold.checkpointer.commit()
+            testing.kill(fold.checkpointer)

@@ -342,3 +342,17 @@ def test_what_an_evaluation_in_inference_mode_made_is_read_like_the_rest(tmp_pat
     for step, values in expected.items():
         state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
         assert same({**state.model_state_dict(), **state.stateful["metric"]}, values)
+
+
+@pytest.mark.parametrize("view", [lambda z: z.conj().imag, torch._neg_view], ids=["conj", "neg"])
+def test_a_buffer_whose_sign_is_a_mark_keeps_its_sign(
+    tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    for until in (2, 4):
+        loop = Loop(tmp_path)
+        source = torch.tensor([1 + 2j, 3 + 4j])
+        held = view(source if view is not torch._neg_view else source.imag)
+        loop.model.register_buffer("held", held)
+        loop.run(until)
+        assert loop.model.get_buffer("held").tolist() == [-2.0, -4.0]
+    assert lowdiff.recover(tmp_path / "run").model_state_dict()["held"].tolist() == [-2.0, -4.0]

@@ -18,7 +18,7 @@ from tests.crash.lives import owed_by
 from tests.mounts import tmpfs_or_skip
 from tests.unit.loops import Loop, wait_until
 
-LOST = "the continuation is not bit-identical"
+LOST = "the continuation is perhaps not bit-identical"
 
 
 def loop_in(folder: Path, compressor: Compressor | None = None, residual: str = "snapshot") -> Loop:
