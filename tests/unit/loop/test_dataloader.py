@@ -195,57 +195,6 @@ def test_what_follows_an_epoch_is_repeated_with_its_random_numbers(
     assert len(drawn) == 18 + 3
 
 
-def attached_by_hand(
-    folder: Path, until: int, die_at: int | None, num_workers: int
-) -> list[tuple[list[int], float]]:
-    """Indices and loss of every committed step, with a loader that ``attach`` got by name."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    checkpointer = lowdiff.Checkpointer(
-        folder / "run", compressor=TopK(1.0), staging=folder / "staging", snapshot_every=5
-    )
-    loader = torchdata.StatefulDataLoader(
-        Indices(), batch_size=4, num_workers=num_workers, shuffle=True
-    )
-    step = checkpointer.attach(model, optimizer, loader=loader)
-    seen: list[tuple[list[int], float]] = []
-    while step < until:
-        for indices, inputs in loader:
-            loss = model(inputs).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step == die_at:
-                testing.kill(checkpointer)
-                kill_workers(loader)
-                return seen
-            checkpointer.commit()
-            step += 1
-            seen.append((indices.tolist(), loss.item()))
-    checkpointer.close()
-    return seen
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stateful_loader_may_also_be_attached_by_name(
-    tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = attached_by_hand(tmp_path / "whole", 12, None, num_workers)
-    seen: list[tuple[list[int], float]] = []
-    for die_at in (3, 8, None):  # at an epoch's edge dropout needs checkpointer.dataloader
-        seen += attached_by_hand(tmp_path / "killed", 12, die_at, num_workers)
-    assert seen == whole
-    for epoch in range(2):
-        samples = [i for indices, _ in seen[6 * epoch : 6 * epoch + 6] for i in indices]
-        assert sorted(samples) == list(range(23))
-    # That the loader noticed the end of its epoch after the last commit costs no last snapshot.
-    assert not caplog.messages
-    assert lowdiff.recover(tmp_path / "whole/run").base_step == 12
-
-
 def test_ranks_share_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = []
     for rank in range(3):
