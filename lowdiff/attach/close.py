@@ -87,9 +87,8 @@ def _secure(opened: Opened) -> float:
     with suppress(Exception):  # what ended the training says more
         session.hear(_HEAR_SECONDS)
         step = session.committed_step
-    if opened.survivor is None:  # which has saved it by now
-        with suppress(Exception):
-            step = session.secure()
+    with suppress(Exception):  # a survivor has saved the live state by now, if it could
+        step = session.secure(takes_live=opened.survivor is None)
     while queue.durable_step < step and time.monotonic() < deadline:
         if queue.status().error:
             break

@@ -312,11 +312,15 @@ class Session:
         """
         self._staging.snapshot(self._sealed, required=required)
 
-    def secure(self) -> int:
-        """Have the newest committed step become durable as training ends; returns it."""
+    def secure(self, *, takes_live: bool) -> int:
+        """Have the newest committed step become durable as training ends; returns it.
+
+        Args:
+            takes_live: Whether the live state serves where nothing else holds that step.
+        """
         self._show()
         queue = self.queue
-        if not (queue.makes_images or queue.logs_steps or self.resting is None):
+        if takes_live and not (queue.makes_images or queue.logs_steps or self.resting is None):
             # On an accelerator only the live state can be a snapshot, if nothing has moved it since.
             is_newest = self.committed_step == self.step
             if is_newest and queue.is_ready_for_snapshot(self.step) and self.is_as_sealed():
