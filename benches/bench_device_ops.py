@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
@@ -126,6 +127,7 @@ class Shell(DistributedDataParallel):
         group = dist.group.WORLD
         assert group is not None
         self.process_group = group
+        self._join_config = _JoinConfig.construct_disabled_join_config()
         self._comm_hooks: list[Any] = []
         self.buckets = list(buckets_of(module))
         self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: self.buckets)

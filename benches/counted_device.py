@@ -27,12 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
-from lowdiff.core import devices
+from lowdiff.core import devices, transforms
 from lowdiff.persistence.format.values import _torch_types
 
 DEVICE = torch.device("cuda:0")
 ROOT = Path(__file__).parents[1]
 _aten = torch.ops.aten
+#: A mode that nothing here enters.
+_NO_MODE = torch._C._TorchDispatchModeKey.PROXY
 
 #: Operators that take memory and start nothing.
 _ALLOCATES = {
@@ -106,6 +108,8 @@ class CountedDevice(TorchDispatchMode):
     def __enter__(self) -> Self:
         with ExitStack() as entered:
             entered.enter_context(mock.patch.multiple(devices, **self._stand_ins()))
+            # Here a fake tensor is one of the device, and stands for no other.
+            entered.enter_context(mock.patch.object(transforms, "_FAKE", _NO_MODE))
             # Its own asks for one element after the other.
             tolist = mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
             entered.enter_context(tolist)
@@ -150,6 +154,7 @@ class CountedDevice(TorchDispatchMode):
 
         state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait)
         return {
+            "is_capturing": lambda _: False,
             "name_of": lambda _: "counted",
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
