@@ -276,6 +276,7 @@ def _copies(
         wards,
         partial(all_items, live),
         sends_all=peers.sends_all,
+        waits=settings.backpressure == "block",
         outgoing=outgoing,
     )
     undo.callback(copies.close, removes=False)

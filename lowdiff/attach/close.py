@@ -83,13 +83,12 @@ def _secure(opened: Opened) -> float:
     """
     session, queue = opened.session, opened.session.queue
     deadline = time.monotonic() + _ABANDON_SECONDS
-    step = session.committed_step
     with suppress(Exception):  # what ended the training says more
         session.hear(_HEAR_SECONDS)
-        step = session.committed_step
+    aim = step = session.committed_step
     with suppress(Exception):  # a survivor has saved the live state by now, if it could
-        step = session.secure(takes_live=opened.survivor is None)
-    while queue.durable_step < step and time.monotonic() < deadline:
+        aim = session.secure(takes_live=opened.survivor is None)
+    while queue.durable_step < aim and time.monotonic() < deadline:
         if queue.status().error:
             break
         time.sleep(_LOOK_SECONDS)

@@ -196,7 +196,8 @@ def open_session(
                 number = next_incarnation(settings.folder, run_id, roots)
             left = shared_out(settings, ranks, run_id, stages)
             with ranks.together():
-                source = source_of(settings, attached, catalog, wish)
+                is_alone = ranks.world_size == 1
+                source = source_of(settings, attached, catalog, wish, is_alone=is_alone)
             state = None
             clock = RecoveryClock()
             if source.restore != "none":
@@ -214,21 +215,12 @@ def open_session(
                 say_what_is_left(ranks, catalog, wish, start.step, continues=start.continues)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
+            origin, state = source.origin(state), None  # its memory counts no more
             # Only now the objects tell how much they hold.
             memory = agree_on_memory(settings, given, ranks, node, has_staged=bool(stages))
             if lost_tail is not None and lost_tail.chosen:
                 start = replace(start, needs_snapshot=True)
-            fence = _fenced(
-                settings,
-                given,
-                catalog,
-                number,
-                ranks,
-                start,
-                node,
-                lost_tail,
-                source.origin(state),
-            )
+            fence = _fenced(settings, given, catalog, number, ranks, start, node, lost_tail, origin)
         opened = begin(
             settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
         )

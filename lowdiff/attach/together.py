@@ -98,7 +98,9 @@ class Source:
         return Origin(self.catalog.run_id, state.fence.incarnation, state.step)
 
 
-def source_of(settings: Settings, attached: Attached, catalog: Catalog, wish: Wish) -> Source:
+def source_of(
+    settings: Settings, attached: Attached, catalog: Catalog, wish: Wish, *, is_alone: bool
+) -> Source:
     """Decide what an incarnation starts from; every rank decides alike, because fences are shared.
 
     A launcher makes the same call at every restart. So a history that began with weights alone is resumed by the
@@ -109,6 +111,7 @@ def source_of(settings: Settings, attached: Attached, catalog: Catalog, wish: Wi
         attached: What is to be trained.
         catalog: Of the run.
         wish: What the user asked for.
+        is_alone: Whether there is one rank. Several may see different memory of another run, so its disk counts.
 
     Raises:
         NotARun: If the other run is none.
@@ -121,7 +124,7 @@ def source_of(settings: Settings, attached: Attached, catalog: Catalog, wish: Wi
             return Source(settings, catalog, "all", None)
         other = replace(settings, run=wish.run)
         roots = dict.fromkeys((settings.staging_root, shared_staging_root()))
-        theirs = scan(other.folder, [*roots])
+        theirs = scan(other.folder, [*roots] if is_alone else [])
         if not (theirs.incarnations or theirs.snapshots):
             raise StepNotFound(
                 wish.run, wish.step, [], "it holds no step whose weights could be taken"
@@ -166,7 +169,7 @@ def say_what_is_left(
         step: The step that the incarnation starts with.
         continues: Whether it goes on with the run's history.
     """
-    if ranks.rank or (continues and wish.step is None):
+    if ranks.rank or (continues and wish.own_step is None):
         return
     try:
         newest = plan_best(catalog, None).step

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.fetches import Body, Count, Fetches
 from lowdiff.model.items import Stateful
+from lowdiff.persistence.format.values import same
 
 _NUM_SEEDS = 2**63
 
@@ -382,6 +383,11 @@ class StatefulEpochs(_Epochs):
         self.consumed = self._left_out = state_dict.get("consumed", 0)
         if self._waiting["position"] is not None:
             self._loader.load_state_dict(self._waiting["position"])
+
+    def holds(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether the position is that of a state, which may be of other ranks."""
+        position = self._waiting["position"], state_dict["position"]
+        return self.epoch == state_dict["epoch"] and same(*position)
 
 
 def refuse_redrawing(loader: DataLoader[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -41,7 +42,8 @@ class Share:
         """
         rest = order[skipped:]
         rounds = len(rest) // self.ranks if self.drops_samples else -(-len(rest) // self.ranks)
-        repeated = rest + order * self.ranks  # every rank must take part in every step
+        # Every rank must take part in every step.
+        repeated = [*rest, *islice(cycle(order), max(0, rounds * self.ranks - len(rest)))]
         own = repeated[: rounds * self.ranks][self.rank :: self.ranks]
         return [*BatchSampler(own, self.batch_size, self.drops_batch)]
 

@@ -52,6 +52,7 @@ class Copies:
         wards: What this one keeps.
         all_items: Reads all items of this rank.
         sends_all: Whether keepers lack this rank's parameters, so that gradients and images are sent as well.
+        waits: Whether a step waits for a copy that is late; else states go on without it.
         outgoing: This rank's residuals; None if they are not sent.
 
     Attributes:
@@ -67,9 +68,11 @@ class Copies:
         all_items: Callable[[], Mapping[str, bytes]],
         *,
         sends_all: bool,
+        waits: bool,
         outgoing: Outgoing | None = None,
     ) -> None:
         self.replicated_step = -1
+        self._waits = waits
         self._settled_step = -1
         self.wards = wards
         self._all_items = all_items
@@ -175,7 +178,7 @@ class Copies:
 
     def keep_up(self, step: int) -> None:
         """Wait where what is kept of a state is too far behind; a copy that does not come is given up."""
-        for ward in self.wards:
+        for ward in self.wards if self._waits else ():
             ward.keep_up(step - _MOST_STEPS_BEHIND)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
@@ -199,7 +202,8 @@ class Copies:
     def show(self, step: int, committed_step: int, told_step: int) -> int:
         """Tell replicas of others how far all ranks are; returns to which step all replicas may go on.
 
-        A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless a copy is given up.
+        A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless a copy is given up, or
+        no step waits for one: then states are some steps behind at most.
 
         Args:
             step: The newest staged step.
@@ -208,7 +212,8 @@ class Copies:
         """
         settled = committed_step
         if self.replicated_step >= 0:
-            settled = min(settled, self.replicated_step)
+            least = -1 if self._waits else committed_step - _MOST_STEPS_BEHIND
+            settled = min(settled, max(self.replicated_step, least))
         self._settled_step = max(self._settled_step, told_step, settled)
         for ward in self.wards:
             ward.show(step, self._settled_step)

@@ -92,6 +92,7 @@ class Ward:
         self._heard_at = time.monotonic()
         self._is_broken = False
         self._is_over = False
+        self._why_over = ""
         self._changed = threading.Condition()
         #: Held while what was received is written.
         self._writing = threading.Lock()
@@ -205,8 +206,10 @@ class Ward:
                 except (StorageError, OSError) as error:
                     if not self._is_over:
                         self._give_up(str(error), owes=False)
-        except RankLost:
-            self._is_broken = True  # training waits for that rank as well, and says so
+        except RankLost as error:
+            self._why_over = (
+                f"the line to rank {self.rank} broke: {error}"  # said where training goes on
+            )
         finally:
             with self._changed:
                 self._is_over = True
@@ -312,7 +315,7 @@ class Ward:
         """Keep no more steps until the next image."""
         with self._changed:
             is_news, self._is_broken = not self._is_broken, True
-            self.owes_snapshot = owes
+            self.owes_snapshot = owes and not self._is_over  # which no image mends
             self._waiting.clear()
             self._changed.notify_all()
         if is_news:
@@ -361,9 +364,10 @@ class ReplicaWard(Ward):
             self._changed.wait_for(
                 lambda: self.held_step >= step or self._is_broken or self._is_over, _LATE_SECONDS
             )
-            is_late = not (self.held_step >= step or self._is_broken or self._is_over)
-        if is_late:
-            self._give_up(f"step {step} of rank {self.rank} has not come for {_LATE_SECONDS:g} s")
+            is_lacking = 0 <= self.held_step < step
+        if is_lacking:
+            late = f"step {step} of rank {self.rank} has not come for {_LATE_SECONDS:g} s"
+            self._give_up(self._why_over or late)
 
     def stage_image(self, sealed: Sealed) -> None:
         """See `Ward`: the replica begins anew with it, so it has the items as well."""

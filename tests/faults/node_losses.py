@@ -80,7 +80,8 @@ class LossCampaign:
     outcome: Outcome
     chance: random.Random
     floor: int = -1
-    _durable: int = -1
+    #: Newest step that each rank has said to be durable: the run has what all have.
+    _durables: list[int] = field(default_factory=list)
     _made: int = 0
     _life: int = 0
     _run: int = 0
@@ -101,6 +102,7 @@ class LossCampaign:
         self._read, self._printed = [0] * self.size, [0] * self.size
         self._states = [{} for _ in range(self.size)]
         self._own = [{} for _ in range(self.size)]
+        self._forget_floor()
         with Network(self.folder) as self._network:
             self._nodes = [self._network.start() for _ in range(self.size)]
             self._live_whole()
@@ -215,7 +217,7 @@ class LossCampaign:
         for number, node in enumerate(self._nodes):
             node.kill()
             self._nodes[number] = self._network.start()
-        self.floor = self._durable = -1
+        self._forget_floor()
         self._made = 0
 
     def _start(self, run: Path | None = None, until: int | None = None) -> None:
@@ -281,7 +283,7 @@ class LossCampaign:
             if not _CODE.search(said) and kind == "flipped":
                 raise Trouble(f"{step} came back in place of {self.floor}, and nothing was said")
             self.outcome.found[f"{kind}: next tier"] += 1
-            self.floor = self._durable = -1
+            self._forget_floor()
         elif kind not in ("begins", "away"):
             # A body that was made was perhaps not committed.
             is_whole = step >= self._made - 1
@@ -315,7 +317,7 @@ class LossCampaign:
         self._output()
         self._run += 1
         self._ranks = []
-        self.floor = self._durable = -1
+        self._forget_floor()
         self._made = 0
         self._is_seeded_anew = self._is_inexact = False
         if self.strategy == "topk":
@@ -431,9 +433,16 @@ class LossCampaign:
         if is_new and line["own"] != own.get(step):
             self.outcome.lose(f"rank {rank} made step {step} with other generators or buffers")
         self._made = max(self._made, step)
-        durable = line["durable"] if self.shares_disk else -1
-        self._durable = max(self._durable, durable)
-        self.floor = max(self.floor, line["replicated"], durable)
+        if self.shares_disk:
+            self._durables[rank] = max(self._durables[rank], line["durable"])
+        self.floor = max(self.floor, line["replicated"], self._durable)
+
+    @property
+    def _durable(self) -> int:
+        return min(self._durables)
+
+    def _forget_floor(self) -> None:
+        self.floor, self._durables = -1, [-1] * self.size
 
     def _output(self) -> str:
         """All that ranks have printed since this was asked."""

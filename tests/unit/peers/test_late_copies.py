@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from functools import partial
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
@@ -12,6 +14,9 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
+from lowdiff.errors import RankLost
+from lowdiff.peers.line import Head, Receiver
 from lowdiff.peers.note import Note
 from lowdiff.testing import limits
 from tests.crash.pool import Pool
@@ -124,3 +129,52 @@ def test_a_copy_that_does_not_come_is_given_up(pool: Pool, tmp_path: Path) -> No
     told = pool.run(states, 2, str(tmp_path), 0.1)
     assert all(-1 in found for found, _ in told)
     assert max(waited for _, waited in told) < 0.5
+
+
+def broken_line(rank: int, world_size: int, folder: str) -> tuple[int, int, list[str]]:
+    """The line to rank 1 breaks; training goes on. How far replica and copies are, and what was said."""
+    torch.manual_seed(0)
+    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
+    )
+    checkpointer.attach(ddp, optimizer)
+    note, done = Receiver.note, 0
+    said: list[str] = []
+
+    def breaks(receiver: Receiver, head: Head) -> bytes:
+        if rank == 1 and done >= _LATE_STEP:
+            raise RankLost("a message fails its checksum")
+        return note(receiver, head)
+
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("lowdiff")
+    logger.addFilter(hear)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Receiver, "note", breaks)
+        for step in range(_FEW_STEPS):
+            optimizer.zero_grad()
+            ddp(batch(step, rank, 6, 12)).square().mean().backward()
+            optimizer.step()
+            checkpointer.commit()
+            done = step + 1
+        far = partial(_is_far, _FEW_STEPS - 2)
+        testing.wait_until(checkpointer, far, seconds=20)
+    logger.removeFilter(hear)
+    stats = checkpointer.stats()
+    checkpointer.close()
+    return stats["replica_step"], stats["replicated_step"], said
+
+
+def _is_far(step: int, stats: dict[str, Any]) -> bool:
+    return bool(stats["replica_step"] >= step)
+
+
+def test_a_line_that_breaks_holds_no_replica_back(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(broken_line, 2, str(tmp_path))
+    assert all(step >= _FEW_STEPS - 2 and replicated == -1 for step, replicated, _ in told)
+    assert any("LD901" in line and "the line to rank 0 broke" in line for line in told[1][2])
