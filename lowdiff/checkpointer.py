@@ -522,7 +522,9 @@ class Checkpointer:
             UsageError: If the loader is neither.
         """
         own = next((own for own in self._loaders.values() if own is loader), None)
-        known = own or self._plain_loader(loader)
+        known = (
+            self._plain_loader(loader) if own is None else own
+        )  # asked for its truth, it asks for a length
         known.count.is_known = True
         return known.consumed
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import lowdiff
 from lowdiff import testing
@@ -135,3 +135,22 @@ def test_a_loader_that_was_not_attached_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was not attached"):
         training.checkpointer.batch_of(DataLoader(DATA))
     training.checkpointer.close()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Data of unknown length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(6.0).unsqueeze(1))
+
+
+def test_a_loader_without_a_length_counts_as_well(tmp_path: Path) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "staging")
+    loader = checkpointer.dataloader(loaders.StatefulDataLoader(Stream(), batch_size=2))
+    model = nn.Linear(1, 1)
+    checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert checkpointer.batch_of(loader) == 0
+    next(iter(loader))
+    assert checkpointer.batch_of(loader) == 1
+    checkpointer.close()
