@@ -12,7 +12,7 @@ from crc32c import crc32c
 
 from lowdiff.core import devices
 from lowdiff.core.layout import dtype_name, shaped
-from lowdiff.core.memory import byte_view
+from lowdiff.core.memory import byte_view, in_memory_order
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
@@ -65,7 +65,7 @@ def image_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ImageTens
     for (name, _), host in zip(
         named, devices.on_host([tensor for _, tensor in named]), strict=True
     ):
-        values = host.resolve_neg().contiguous()  # whose sign is a mark in some views
+        values = in_memory_order(host)
         code, data = _CODES[dtype_name(host.dtype)], byte_view(values)
         made.append(ImageTensor(name, code, tuple(host.shape), data))
     return made

@@ -32,6 +32,14 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor on the CPU whose bytes, one element behind the other, are its values.
+
+    Some views only mark that their values are conjugate or negative: their memory holds others.
+    """
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a dense CPU tensor, in memory order, without a copy.
 

@@ -94,7 +94,6 @@ class ResumableLoader(_Epochs):
 
     An iteration that begins while gradients are off is an evaluation: it takes the whole epoch, and
     leaves the position as it is.
-
     """
 
     def __init__(

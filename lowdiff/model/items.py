@@ -17,7 +17,7 @@ from crc32c import crc32c
 from lowdiff.core import devices
 from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import INT_OF_BYTES, dtype_name, flat, is_dense, own_name
-from lowdiff.core.memory import byte_view
+from lowdiff.core.memory import byte_view, in_memory_order
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.values import decode, encode, same
 from lowdiff.recovery.state import (
@@ -374,7 +374,7 @@ class ItemTracker:
         trusted: list[str] = []
 
         def compare(name: str, tensor: torch.Tensor, *, is_known: bool = False) -> None:
-            host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            host = in_memory_order(tensor)
             # With its form: another shape of the same bytes is another value.
             form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
             checksum = crc32c(byte_view(host), form) if host.numel() else form

@@ -207,9 +207,8 @@ class Ward:
                     if not self._is_over:
                         self._give_up(str(error), owes=False)
         except RankLost as error:
-            self._why_over = (
-                f"the line to rank {self.rank} broke: {error}"  # said where training goes on
-            )
+            # Said where training goes on.
+            self._why_over = f"the line to rank {self.rank} broke: {error}"
         finally:
             with self._changed:
                 self._is_over = True

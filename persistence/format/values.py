@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgpack
 import numpy as np
 
-from lowdiff.core.memory import byte_view
+from lowdiff.core.memory import byte_view, in_memory_order
 from lowdiff.errors import ConfigError
 from lowdiff.types import ItemRef
 
@@ -184,7 +184,7 @@ def _torch_types() -> dict[type, StoredType]:
         if not (
             is_as_in_memory and devices.may_look(tensor)
         ):  # calls that most tensors do not need
-            host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            host = in_memory_order(tensor)
         return [
             ("dtype", names[tensor.dtype]),
             ("device", str(tensor.device)),

@@ -94,12 +94,8 @@ def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span,
 
 def first_of_lineage(fences: Mapping[int, Fence]) -> Fence | None:
     """The fence with which the newest history began; None if there is none, or it is missing."""
-    number = max(fences, default=None)
-    while number is not None and number in fences:
-        if fences[number].parent is None:
-            return fences[number]
-        number = fences[number].parent
-    return None
+    first = next((fences[span.incarnation] for span in lineage(fences)), None)
+    return first if first is not None and first.parent is None else None
 
 
 def new_run_id() -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lowdiff.core.memory import byte_view
+from lowdiff.core.memory import byte_view, in_memory_order
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.image import item_bytes
 
@@ -79,7 +79,7 @@ class Tensor:
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in _CODES:
             raise ConfigError(f"a tensor of {tensor.dtype} cannot be published")
-        own = bytearray(byte_view(tensor.detach().cpu().resolve_neg().contiguous()))
+        own = bytearray(byte_view(in_memory_order(tensor)))
         return cls.of_bytes(_CODES[name], tuple(tensor.shape), own)
 
     def to_numpy(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -393,15 +393,20 @@ def pairs(life: Life, until: int) -> None:
                 return
 
 
+def next_of(life: Life, batches: Iterator[Any]) -> tuple[Iterator[Any], Any]:
+    """Return the next batch and the iterator, which is made anew when it ends."""
+    try:
+        return batches, next(batches)
+    except StopIteration:
+        batches = iter(life.loader)
+        return batches, next(batches)
+
+
 def endless(life: Life, until: int) -> None:
     """One iterator, made anew when it ends."""
     batches = iter(life.loader)
     for _ in range(life.step, until):
-        try:
-            batch = next(batches)
-        except StopIteration:
-            batches = iter(life.loader)
-            batch = next(batches)
+        batches, batch = next_of(life, batches)
         life.backward(batch)
         life.update()
         life.commit()
@@ -630,11 +635,7 @@ def across(life: Life, until: int) -> None:
     batches = iter(life.loader)
     while life.step < until:
         for _ in range(4):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                batches = iter(life.loader)
-                batch = next(batches)
+            batches, batch = next_of(life, batches)
             life.backward(batch)
         life.update()
         life.commit()
@@ -652,10 +653,8 @@ def gathering(life: Life, until: int) -> None:
     while life.step < until:
         waiting: list[Any] = []
         while len(waiting) < 4:
-            try:
-                waiting.append(next(batches))
-            except StopIteration:
-                batches = iter(life.loader)
+            batches, batch = next_of(life, batches)
+            waiting.append(batch)
         for batch in waiting:
             life.backward(batch)
         life.update()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock, Timer
@@ -21,6 +23,8 @@ from lowdiff.peers.note import Note
 from lowdiff.testing import limits
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
+from tests.unit.peers.test_copies import Said
+from tests.unit.peers.test_sent import reaches
 
 #: A record has it twice: the queue of this small model, of six MiB, holds one.
 _ITEM_BYTES = 5 << 19
@@ -40,38 +44,60 @@ class Changing:
         self.content = state_dict["content"]
 
 
-def late(rank: int, world_size: int, folder: str) -> int:
-    """Rank 1 takes nothing of rank 0 for a second; the newest step of which there are copies since."""
-    torch.manual_seed(0)
-    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
-    changing = Changing()
-    checkpointer = lowdiff.Checkpointer(
-        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
-    )
-    checkpointer.attach(ddp, optimizer, changing=changing)
+class Training:
+    """A rank on a node of its own."""
+
+    def __init__(self, rank: int, folder: str, **stateful: Any) -> None:
+        torch.manual_seed(0)
+        self.rank, self.done = rank, 0
+        self._ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
+        self._optimizer = torch.optim.Adam(self._ddp.parameters(), lr=0.1)
+        self.checkpointer = lowdiff.Checkpointer(
+            f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
+        )
+        self.checkpointer.attach(self._ddp, self._optimizer, **stateful)
+
+    def step(self) -> int:
+        """Make and commit one; the newest of which there are copies, which all ranks hear alike."""
+        self._optimizer.zero_grad()
+        self._ddp(batch(self.done, self.rank, 6, 12)).square().mean().backward()
+        self._optimizer.step()
+        self.checkpointer.commit()
+        self.done += 1
+        return int(self.checkpointer.stats()["replicated_step"])
+
+
+@contextmanager
+def late_once(training: Training) -> Iterator[Callable[[], None]]:
+    """Yield what is called before each step: rank 1 takes nothing of rank 0 for a second, once."""
     taking, read = Lock(), Note.read
 
     def read_late(message: bytes) -> Note:
         with taking:
             return read(message)
 
+    def before_step() -> None:
+        if (training.rank, training.done) == (1, _LATE_STEP):
+            taking.acquire()
+            Timer(1.0, taking.release).start()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Note, "read", read_late)
-        replicated = step = 0
+        yield before_step
+
+
+def late(rank: int, world_size: int, folder: str) -> int:
+    """The newest step of which there are copies, once there are some of steps behind the late one."""
+    changing = Changing()
+    training = Training(rank, folder, changing=changing)
+    with late_once(training) as before_step:
+        replicated = 0
         while replicated <= _LATE_STEP + 1:
-            assert step < _MOST_STEPS
-            if (rank, step) == (1, _LATE_STEP):
-                taking.acquire()
-                Timer(1.0, taking.release).start()
-            optimizer.zero_grad()
-            ddp(batch(step, rank, 6, 12)).square().mean().backward()
-            optimizer.step()
-            changing.content = random.Random(step).randbytes(_ITEM_BYTES)
-            checkpointer.commit()
-            step += 1
-            replicated = checkpointer.stats()["replicated_step"]  # which all ranks hear alike
-    checkpointer.close()
+            assert training.done < _MOST_STEPS
+            before_step()
+            changing.content = random.Random(training.done).randbytes(_ITEM_BYTES)
+            replicated = training.step()
+    training.checkpointer.close()
     return replicated
 
 
@@ -84,38 +110,19 @@ _FEW_STEPS = 12
 
 
 def states(rank: int, world_size: int, folder: str, patience: float) -> tuple[list[int], float]:
-    """Rank 1 takes nothing of rank 0 for a second.
+    """Let rank 1 be late.
 
     Returns:
         After each step, the newest of which there are copies, -1 where a state has gone on without one; and how
         long training waited.
     """
-    torch.manual_seed(0)
-    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
-    checkpointer = lowdiff.Checkpointer(
-        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
-    )
-    checkpointer.attach(ddp, optimizer)
-    taking, read, found = Lock(), Note.read, []
-
-    def read_late(message: bytes) -> Note:
-        with taking:
-            return read(message)
-
-    with pytest.MonkeyPatch.context() as patch, limits(copy_late_seconds=patience):
-        patch.setattr(Note, "read", read_late)
-        for step in range(_FEW_STEPS):
-            if (rank, step) == (1, _LATE_STEP):
-                taking.acquire()
-                Timer(1.0, taking.release).start()
-            optimizer.zero_grad()
-            ddp(batch(step, rank, 6, 12)).square().mean().backward()
-            optimizer.step()
-            checkpointer.commit()
-            found.append(checkpointer.stats()["replicated_step"])
-    waited = checkpointer.stats()["waiting_seconds"]
-    checkpointer.close()
+    training, found = Training(rank, folder), []
+    with late_once(training) as before_step, limits(copy_late_seconds=patience):
+        for _ in range(_FEW_STEPS):
+            before_step()
+            found.append(training.step())
+    waited = training.checkpointer.stats()["waiting_seconds"]
+    training.checkpointer.close()
     return found, waited
 
 
@@ -133,45 +140,25 @@ def test_a_copy_that_does_not_come_is_given_up(pool: Pool, tmp_path: Path) -> No
 
 def broken_line(rank: int, world_size: int, folder: str) -> tuple[int, int, list[str]]:
     """The line to rank 1 breaks; training goes on. How far replica and copies are, and what was said."""
-    torch.manual_seed(0)
-    ddp = wrapped(nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30)))
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
-    checkpointer = lowdiff.Checkpointer(
-        f"{folder}/run", staging=f"{folder}/staging-{rank}", copies=2, snapshot_every=20
-    )
-    checkpointer.attach(ddp, optimizer)
-    note, done = Receiver.note, 0
-    said: list[str] = []
+    said = Said()
+    logging.getLogger("lowdiff").addHandler(said)
+    training, note = Training(rank, folder), Receiver.note
 
     def breaks(receiver: Receiver, head: Head) -> bytes:
-        if rank == 1 and done >= _LATE_STEP:
+        if rank == 1 and training.done >= _LATE_STEP:
             raise RankLost("a message fails its checksum")
         return note(receiver, head)
 
-    def hear(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return True
-
-    logger = logging.getLogger("lowdiff")
-    logger.addFilter(hear)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Receiver, "note", breaks)
-        for step in range(_FEW_STEPS):
-            optimizer.zero_grad()
-            ddp(batch(step, rank, 6, 12)).square().mean().backward()
-            optimizer.step()
-            checkpointer.commit()
-            done = step + 1
-        far = partial(_is_far, _FEW_STEPS - 2)
-        testing.wait_until(checkpointer, far, seconds=20)
-    logger.removeFilter(hear)
-    stats = checkpointer.stats()
-    checkpointer.close()
-    return stats["replica_step"], stats["replicated_step"], said
-
-
-def _is_far(step: int, stats: dict[str, Any]) -> bool:
-    return bool(stats["replica_step"] >= step)
+        for _ in range(_FEW_STEPS):
+            training.step()
+        far = partial(reaches, "replica_step", _FEW_STEPS - 2)
+        testing.wait_until(training.checkpointer, far, seconds=20)
+    logging.getLogger("lowdiff").removeHandler(said)
+    stats = training.checkpointer.stats()
+    training.checkpointer.close()
+    return stats["replica_step"], stats["replicated_step"], said.texts
 
 
 def test_a_line_that_breaks_holds_no_replica_back(pool: Pool, tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ class Training:
 
     def hold(self, step: int) -> None:
         """Wait until this rank has its copies of a step."""
-        wait_until(self.checkpointer, partial(_reaches, "held_step", step), seconds=20)
+        wait_until(self.checkpointer, partial(reaches, "held_step", step), seconds=20)
 
 
-def _reaches(figure: str, step: int, stats: dict[str, Any]) -> bool:
+def reaches(figure: str, step: int, stats: dict[str, Any]) -> bool:
     return bool(stats[figure] >= step)
 
 
