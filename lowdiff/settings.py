@@ -14,7 +14,7 @@ from lowdiff.persistence.files.trust import shared_staging_root
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Publisher, Retention, whole_number
+from lowdiff.types import Publisher, Retention, strategy_of, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,6 @@ _CHOICES: dict[str, tuple[int | str, ...]] = {
     "on_hang": ("save", "exit"),
     "lost_steps": ("redo", "predict"),
 }
-
-
-#: Strategies that keep no steps, by the compressor that leaves gradients as they are.
-_STRATEGIES = {"dense": "replica", "averaged": "survivors"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ class Settings:
     @property
     def strategy(self) -> str:
         """How a step is protected: ``"log"``, ``"replica"`` or ``"survivors"``."""
-        return _STRATEGIES.get(self.compressor.name, "log")
+        return strategy_of(self.compressor.name)
 
     @property
     def logs_steps(self) -> bool:

@@ -343,7 +343,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far an incarnation is known to have come.
+    """How far an incarnation is known to have come; its text stands in the lease.
 
     Attributes:
         step: It committed at least this step.
@@ -351,6 +351,16 @@ class Reached:
 
     incarnation: int
     step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation} {self.step}"
+
+    @classmethod
+    def of(cls, text: str) -> Reached | None:
+        """Read what `str` gave; None where there is nothing of it."""
+        numbers = text.split()
+        is_told = len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers)
+        return cls(*map(int, numbers)) if is_told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,9 +467,19 @@ class Fence:
         return self.base_step if self.predicted is None else self.predicted.base_step
 
     @property
+    def strategy(self) -> str:
+        """What keeps its steps: ``"log"``, ``"replica"`` or ``"survivors"``."""
+        return strategy_of(self.compressor["name"])
+
+    @property
     def logs_steps(self) -> bool:
         """Whether every step is kept: not where a replica uses gradients up, or none are kept."""
-        return self.compressor["name"] not in ("averaged", "dense")
+        return self.strategy == "log"
+
+
+def strategy_of(compressor: str) -> str:
+    """Return the strategy that a compressor's name stands for; those that compress are logged."""
+    return {"dense": "replica", "averaged": "survivors"}.get(compressor, "log")
 
 
 def whole_number(name: str, value: object) -> int:

@@ -106,7 +106,7 @@ def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int
         raise StepNotFound(catalog.root, step, ranges, _why_nothing(catalog, spans))
     bases = [s for s in usable_snapshots(catalog) if s.step <= target]
     if not bases or not any(first <= target <= last for first, last in ranges):
-        raise StepNotFound(catalog.root, target, ranges, _why(catalog, spans, bases, target))
+        raise StepNotFound(catalog.root, target, ranges, why_not(catalog, target))
     return target, bases[-1]
 
 
@@ -196,7 +196,10 @@ def was_predicted(catalog: Catalog, step: int) -> bool:
     return any(one.chosen and one.base_step < step <= one.step for one in decisions(catalog))
 
 
-def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int) -> str:
+def why_not(catalog: Catalog, target: int) -> str:
+    """Say why a step of the run's history cannot be rebuilt."""
+    spans = spans_of(catalog)
+    bases = [s for s in usable_snapshots(catalog) if s.step <= target]
     if not bases:
         return "no snapshot lies at or before it"
     step = _reach(catalog, spans, bases[-1].step) + 1

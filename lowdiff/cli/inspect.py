@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from lowdiff.cli.output import (
     RunArgument,
     Staging,
     count,
+    duration,
     plain_console,
     show,
     size,
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from lowdiff.persistence.run.progress import RunProgress
     from lowdiff.recovery.inspect.inspection import Inspection
 
-_STEPS_SHOWN = 10
+#: So that a screen is enough.
+_FILES_SHOWN, _REASONS_SHOWN = 3, 4
 
 
 def inspect(
@@ -44,7 +47,7 @@ def inspect(
         float, Option(min=0.1, metavar="SECONDS", help="Time between refreshes of --watch.")
     ] = 1.0,
 ) -> None:
-    """List the content of a run and the steps that can be recovered.
+    """What is it, is it whole, which steps can be had, which cannot and why, what next?
 
     Reads only headers and checksums, and the footers of sealed segments; `verify` reads
     every byte. Safe while the run is training. JSON keys: run_id,
@@ -65,49 +68,130 @@ def inspect(
         return
     from lowdiff.recovery.inspect.inspection import inspect as look
 
-    show(look(run, staging), partial(_print_inspection, run), as_json=as_json)
+    show(look(run, staging), partial(_print_inspection, run, staging), as_json=as_json)
 
 
-def _print_inspection(run: str, found: Inspection) -> None:
+def _print_inspection(run: str, staging: Path | None, found: Inspection) -> None:
     console = plain_console()
     console.print(run, style="italic", highlight=False, soft_wrap=True)
-    console.print(table((), _rows(found)))
+    shown = table((), ())
+    for rows in (_what(found), _whole(found), _there(found), _lost(found)):
+        for row in rows:
+            shown.add_row(*row)
+        shown.add_section()
+    console.print(shown)
+    options = "" if staging is None else f" --staging {shlex.quote(str(staging))}"
+    width = max(len(command) for command, _ in next_commands(run, found))
+    for command, what in next_commands(run, found):
+        line = f"  {command + options if command.startswith('lowdiff') else command}"
+        console.print(
+            f"{line:<{width + len(options) + 4}}# {what}", soft_wrap=True, highlight=False
+        )
 
 
-def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
+def _what(found: Inspection) -> Iterator[tuple[str, str]]:
+    """What is it, and does it train now?"""
+    written = found.written_at_unix_seconds
+    age = "" if written is None else f", last written {duration(time.time() - written)} ago"
+    yield "run id", found.run_id + age
+    if found.trainer:
+        yield "trains now", found.trainer
+    if found.compressor is None:
+        return
     optimizer = found.optimizer if isinstance(found.optimizer, tuple) else (found.optimizer,)
-    yield "run id", found.run_id
     yield "model", f"{found.elements:,} elements in {found.parameters} parameters"
     yield "optimizer", ", ".join(str(name).rpartition(".")[2] for name in optimizer)
-    if found.compressor is not None:
-        settings = ", ".join(f"{k}={v}" for k, v in found.compressor["settings"].items())
-        yield "compressor", f"{found.compressor['name']}({settings})"
-    yield "ranks", f"{found.world_size}, {count(found.incarnations, 'incarnation')}"
-    yield "snapshots", f"{_list(found.snapshots)} ({size(found.snapshot_bytes)})"
-    stored = found.differentials
-    if stored is None:
-        yield "differentials", "none"
-    else:
-        mean = size(round(stored.bytes / stored.count))
-        steps = f"{stored.count}, of steps {span(stored.first, stored.last)}"
-        staged = f", {stored.staged} only in staging" if stored.staged else ""
-        yield "differentials", f"{steps} ({size(stored.bytes)}, {mean} a step{staged})"
+    settings = ", ".join(f"{k}={v}" for k, v in found.compressor["settings"].items())
+    compressor = f", {found.compressor['name']}({settings})" if found.strategy == "log" else ""
+    yield "strategy", f"{found.strategy}{compressor}"
+    incarnations = count(found.incarnations, "incarnation")
+    yield (
+        "ranks",
+        f"{found.world_size}, {incarnations}; {found.device}, torch {found.torch_version}",
+    )
+
+
+def _whole(found: Inspection) -> Iterator[tuple[str, str]]:
+    """Is it whole?"""
+    if not found.damaged:
+        yield "damaged", "nothing seen in headers; `lowdiff verify` reads every byte"
+        return
+    for damage in _first(found.damage):
+        yield "damaged", damage
+
+
+def _there(found: Inspection) -> Iterator[tuple[str, str]]:
+    """What can be had?"""
     ranges = [span(r.first, r.last) for r in found.recoverable_ranges]
-    told = f"steps {', '.join(ranges)}" if ranges else "no step"
+    told = f"steps {', '.join(_newest(ranges))}" if ranges else "no step"
     if found.in_memory is not None:
         first, last = found.in_memory.first, found.in_memory.last
         told += f" ({span(first, last)}: in memory, until a reboot)"
     yield "recoverable", told
-    for decision in found.lost_tails:
-        yield "predicted" if decision.chosen else "lost", str(decision)
+    snapshots = ", ".join(_newest([str(step) for step in found.snapshots])) or "none"
+    yield "snapshots", f"{snapshots} ({size(found.snapshot_bytes)})"
+    stored = found.differentials
+    if stored is not None:
+        mean = size(round(stored.bytes / stored.count))
+        steps = f"{stored.count}, of steps {span(stored.first, stored.last)}"
+        staged = f", {stored.staged} only in staging" if stored.staged else ""
+        yield "differentials", f"{steps} ({size(stored.bytes)}, {mean} a step{staged})"
     if found.copies_of:
         yield "copies", f"of rank {', '.join(map(str, found.copies_of))}, on other nodes"
     if found.pins:
         pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)
         yield "pinned", ", ".join(pins)
+
+
+def _lost(found: Inspection) -> Iterator[tuple[str, str]]:
+    """What cannot be had, and why?"""
+    for decision in found.lost_tails:
+        yield "predicted" if decision.chosen else "lost", str(decision)
+    steps: dict[str, list[str]] = {}
+    for missing in found.missing:
+        last = missing.last
+        told = f"after {missing.first - 1}" if last is None else span(missing.first, last)
+        steps.setdefault(missing.why, []).append(told)
+    for why, spans in list(steps.items())[-_REASONS_SHOWN:]:
+        yield "not there", f"{', '.join(_newest(spans))}: {why}"
+
+
+def next_commands(run: str, found: Inspection) -> list[tuple[str, str]]:
+    """What may be done next: commands, and what each of them does."""
+
+    def command(name: str, *options: str) -> str:
+        return shlex.join(["lowdiff", name, run, *options])
+
+    if found.trainer:
+        return [(command("inspect", "--watch"), "follow the training")]
+    made = []
     if found.damaged:
-        names = "names it" if found.damaged == 1 else "names them"
-        yield "damaged", f"{count(found.damaged, 'file')}; `lowdiff verify` {names}"
+        made.append((command("verify"), "name all damage, and what still leads around it"))
+    if found.staging_elsewhere:
+        elsewhere = command("inspect", "--staging", found.staging_elsewhere)
+        made.append((elsewhere, "are there more steps? On the machine that trained"))
+    if found.recoverable is None:
+        if not found.damaged:
+            made.append(("start the training script", "it begins anew, nothing is there yet"))
+        return made
+    first, last = found.recoverable.first, found.recoverable.last
+    made.append((command("recover", "--out", "newest.pt"), f"step {last}, for torch.load"))
+    if first < last:
+        earlier = ("--step", str(first), "--out", f"step{first}.pt")
+        made.append((command("recover", *earlier), f"any step from {first} to {last}"))
+    if found.strategy == "log" and found.differentials is not None:
+        made.append((command("timeline"), "which step went wrong?"))
+    made.append(("start the training script again", f"it goes on at step {last}"))
+    return made
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _FILES_SHOWN
+    return [*lines[:_FILES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _newest(parts: Sequence[str], number: int = 10) -> list[str]:
+    return [*(["..."] if len(parts) > number else []), *parts[-number:]]
 
 
 def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
@@ -147,8 +231,3 @@ def progress_table(run: Path, found: RunProgress) -> Table:
 
 def _step(step: int | None) -> str:
     return "?" if step is None else str(step)
-
-
-def _list(steps: tuple[int, ...]) -> str:
-    shown = [str(step) for step in steps[-_STEPS_SHOWN:]]
-    return ", ".join(["...", *shown] if len(steps) > _STEPS_SHOWN else shown) or "none"

@@ -153,6 +153,14 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit, rounded down."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return count(int(seconds // length), unit)
+    return f"{max(0, int(seconds))} s"
+
+
 def span(first: int, last: int | str) -> str:
     """Return a range of steps as text, both ends included."""
     return f"{first}" if first == last else f"{first} to {last}"

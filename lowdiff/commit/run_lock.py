@@ -45,7 +45,7 @@ class RunLock:
         if self._lease is not None:
             seconds = f"{self._lease.seconds:.0f} s are enough"
             self._take(self._lease, f", on another machine, which may be dead: then {seconds}")
-            self.reached = _reached(self._lease.remark)
+            self.reached = Reached.of(self._lease.remark)
 
     def _take(self, lock: FileLock | Lease, hint: str = "") -> None:
         seconds = self._settings.lock_seconds
@@ -57,7 +57,7 @@ class RunLock:
     def tell(self, incarnation: int, step: int) -> None:
         """Have the lease say, from its next renewal on, that an incarnation has committed a step."""
         if self._lease is not None:
-            self._lease.remark = f"{incarnation} {step}"
+            self._lease.remark = str(Reached(incarnation, step))
 
     def is_lost(self, *, look: bool = False) -> bool:
         """Whether another machine took over, as far as rank 0 knows."""
@@ -76,13 +76,6 @@ class RunLock:
                 self._lease.release()
         finally:
             self._lock.release()
-
-
-def _reached(remark: str) -> Reached | None:
-    """Read what `RunLock.tell` had written; None where there is nothing of it."""
-    numbers = remark.split()
-    is_told = len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers)
-    return Reached(*map(int, numbers)) if is_told else None
 
 
 class StagingArea:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.core.events import Code, printable
@@ -22,6 +23,8 @@ from lowdiff.core.events import Code, printable
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOBODY = "-"
 _POLL_SECONDS = 0.1
+#: Time without renewal after which a trainer elsewhere may take over.
+LEASE_SECONDS = 15.0
 _LINE_BYTES = 256
 _DESCRIPTION = 120
 #: How long the training thread waits for a file system that may not answer.
@@ -36,6 +39,42 @@ def this_machine() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return secrets.token_hex(8)  # as if on another machine, so holders are watched for longer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSeen:
+    """What a lease says to one who only looks.
+
+    Attributes:
+        holder: Description of who wrote the line.
+        remark: What the line says besides.
+        is_held: Whether it was not given back; whoever died with it did not.
+        is_here: Whether its holder is or was on this machine.
+        age_seconds: Time since it was written, by the clocks of this machine and of the file system.
+    """
+
+    holder: str
+    remark: str
+    is_held: bool
+    is_here: bool
+    age_seconds: float
+
+
+def look_at_lease(path: Path) -> LeaseSeen | None:
+    """Return what a lease says; None if there is none, or it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            line = file.read(2 * _LINE_BYTES)
+            written = os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+    return LeaseSeen(
+        holder=printable(_field(line, 3)),
+        remark=_field(line, 4),
+        is_held=_field(line, 1) not in ("", _NOBODY),
+        is_here=_field(line, 1) == this_machine(),
+        age_seconds=max(0.0, time.time() - written),
+    )
 
 
 class Lease:
@@ -54,7 +93,7 @@ class Lease:
         remark: What the line says besides, from the next renewal on; at first, what the holder before said.
     """
 
-    def __init__(self, path: Path, *, seconds: float = 15.0, machine: str = "") -> None:
+    def __init__(self, path: Path, *, seconds: float = LEASE_SECONDS, machine: str = "") -> None:
         self.path = path
         self.seconds = seconds
         self._machine = machine or this_machine()

@@ -323,6 +323,18 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+def shared_ranges(
+    ranks: Sequence[RankRecords], first: int, last: int = 1 << 63
+) -> list[tuple[int, int]]:
+    """Return the ranges of steps, from ``first`` to ``last``, of which every rank has a record."""
+    found = [(first, last)]
+    for records in ranks:
+        found = [
+            (max(a, c), min(b, d)) for a, b in found for c, d in records.ranges if a <= d and c <= b
+        ]
+    return found
+
+
 def reach(ranks: Sequence[RankRecords], step: int, limit: int | None = None) -> int:
     """Return how far an unbroken sequence of replayable steps leads from ``step``.
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lowdiff.core.events import Code
 from lowdiff.errors import RunInUse
+from lowdiff.persistence.files.lease import LEASE_SECONDS, LeaseSeen, look_at_lease
+from lowdiff.persistence.files.locks import is_locked
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.persistence.run.fences import Span
-from lowdiff.persistence.run.records import RankRecords
+from lowdiff.persistence.run.records import shared_ranges
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
+from lowdiff.recovery.inspect.missing import Died, MissingSteps, missing_steps
 from lowdiff.recovery.plan import bytes_of, decisions, recoverable, spans_of, usable_snapshots
-from lowdiff.types import Decision
+from lowdiff.types import Decision, Reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,19 @@ class Inspection:
         optimizer: Class name, or a tuple of them if the run has several optimizers.
         incarnations: How often the run began or resumed; also those that died in attach.
         snapshot_bytes: Bytes of all complete snapshots.
-        damaged: Number of files with bytes that fail a check; `verify` names them. Tensors of
-            snapshots are not read here, nor the records of sealed segments, so that damage in
-            them is not counted.
+        damaged: Number of files with bytes that fail a check. Tensors of snapshots are not read here, nor the
+            records of sealed segments, so that damage in them is not counted; `verify` finds it.
         pins: Steps that retention spares, by label.
         copies_of: Ranks on other nodes of whose steps this machine keeps copies.
         lost_tails: What was decided about lost steps on the run's history, oldest first.
+        strategy: ``"log"``, ``"replica"`` or ``"survivors"``; None if no incarnation ever began.
+        device: Kind of device that the newest incarnation trains on, and its torch; "" likewise.
+        torch_version: See `device`.
+        trainer: Who trains it now, as the lease describes it; "" if nobody seems to.
+        written_at_unix_seconds: When the newest file of the run folder was written; None for a store.
+        missing: Steps that were made and cannot be had, with reasons.
+        damage: What is wrong with the damaged files, each with its path.
+        staging_elsewhere: Where more steps may lie, in a place or on a machine that was not looked at; "" for nowhere.
     """
 
     run_id: str
@@ -106,6 +115,14 @@ class Inspection:
     pins: tuple[PinnedStep, ...]
     copies_of: tuple[int, ...] = ()
     lost_tails: tuple[Decision, ...] = ()
+    strategy: str | None = None
+    device: str = ""
+    torch_version: str = ""
+    trainer: str = ""
+    written_at_unix_seconds: float | None = None
+    missing: tuple[MissingSteps, ...] = ()
+    damage: tuple[str, ...] = ()
+    staging_elsewhere: str = ""
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -126,6 +143,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
     """
     root = staging_to_read(staging)
     with opened(run, with_images=False) as folder:
+        lease = look_at_lease(folder.lease)
         catalog = scan(folder, [root])
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
@@ -133,6 +151,8 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         specs = () if fence is None else fence.layout.parameters
         names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
         ranges = tuple(StepRange(first, last) for first, last in found)
+        trainer = _trainer(folder, lease)
+        died = None if trainer else _died(catalog, lease, root)
         return Inspection(
             run_id=catalog.run_id,
             world_size=0 if fence is None else fence.world_size,
@@ -157,7 +177,47 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
             ),
             copies_of=tuple(sorted({copy.rank for copy in catalog.copies})),
             lost_tails=decisions(catalog),
+            strategy=None if fence is None else fence.strategy,
+            device="" if fence is None else fence.environment.device,
+            torch_version="" if fence is None else fence.environment.torch_version,
+            trainer=trainer,
+            written_at_unix_seconds=None
+            if is_url(run)
+            else max(map(_written_at, folder.root.rglob("*")), default=None),
+            missing=missing_steps(catalog, found, died),
+            damage=tuple(str(error) for error in catalog.damage),
+            staging_elsewhere="" if died is None or died.is_gone else died.staging,
         )
+
+
+def _trainer(folder: RunFolder, lease: LeaseSeen | None) -> str:
+    """Describe who trains the run now; whoever died keeps the lease."""
+    if lease is None or not lease.is_held:
+        return ""
+    is_alive = is_locked(folder.lock(0)) if lease.is_here else lease.age_seconds <= LEASE_SECONDS
+    return lease.holder if is_alive else ""
+
+
+def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
+    """Return how the newest trainer left the run, if it did not close it; `_trainer` is not there any more."""
+    newest = max(catalog.incarnations, default=None)
+    if newest is None or lease is None or not lease.is_held:
+        return None
+    reached = Reached.of(lease.remark)
+    staging = catalog.incarnations[newest].staging
+    return Died(
+        committed=reached.step if reached is not None and reached.incarnation == newest else -1,
+        staging="" if any(stage.incarnation == newest for stage in catalog.staging) else staging,
+        is_gone=lease.is_here and root.resolve() == Path(staging),
+        who=lease.holder,
+    )
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # a live run's retention has removed it
 
 
 def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
@@ -181,7 +241,9 @@ def _differentials(catalog: Catalog) -> StoredDifferentials | None:
     size = staged = 0
     for span in spans_of(catalog):
         shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
-        for first, last in _common(shards, span):
+        for first, last in shared_ranges(
+            shards, span.base + 1, 1 << 63 if span.last is None else span.last
+        ):
             whole.append(StepRange(first, last))
             size += sum(records.framed_bytes(first, last) for records in shards)
             staged += len(set().union(*(r.only_staged(first, last) for r in shards)))
@@ -189,16 +251,6 @@ def _differentials(catalog: Catalog) -> StoredDifferentials | None:
         return None
     count = sum(steps.last - steps.first + 1 for steps in whole)
     return StoredDifferentials(whole[0].first, whole[-1].last, count, size, staged)
-
-
-def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
-    """Ranges of the steps that a span owns and every rank holds."""
-    found = [(span.base + 1, 1 << 63 if span.last is None else span.last)]
-    for records in shards:
-        found = [
-            (max(a, c), min(b, d)) for a, b in found for c, d in records.ranges if a <= d and c <= b
-        ]
-    return found
 
 
 @dataclass(frozen=True, slots=True)

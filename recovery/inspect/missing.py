@@ -1,0 +1,126 @@
+"""Steps that a run had made and that cannot be had, each stretch with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lowdiff.persistence.run.catalog import Catalog
+from lowdiff.persistence.run.fences import Span
+from lowdiff.persistence.run.records import shared_ranges
+from lowdiff.recovery.plan import spans_of, why_not
+
+
+@dataclass(frozen=True, slots=True)
+class MissingSteps:
+    """Steps that cannot be had.
+
+    Attributes:
+        first: First step.
+        last: Last step, inclusive; None if nothing tells how far training had come.
+        why: In plain words.
+    """
+
+    first: int
+    last: int | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A trainer that is gone and had not closed the run.
+
+    Attributes:
+        committed: The newest step that it is known to have committed; -1 where nothing tells.
+        staging: Where its staging memory lies, and is not seen; "" if it is seen.
+        is_gone: Whether this is the place that was looked at, so that the memory does not exist any more.
+        who: Describes it.
+    """
+
+    committed: int
+    staging: str
+    is_gone: bool
+    who: str
+
+
+def missing_steps(
+    catalog: Catalog, ranges: Sequence[tuple[int, int]], died: Died | None
+) -> tuple[MissingSteps, ...]:
+    """List what cannot be had of the run's history, and what it made void by going back; ascending.
+
+    Args:
+        catalog: What there is.
+        ranges: Steps that can be had, both ends inclusive, ascending.
+        died: The newest trainer; None if it trains, or closed the run.
+    """
+    found = [*_gaps(catalog, ranges), *_void(catalog)]
+    if died is not None:
+        found += _tail(catalog, ranges, died)
+    return tuple(sorted(found, key=lambda missing: missing.first))
+
+
+def _tail(
+    catalog: Catalog, ranges: Sequence[tuple[int, int]], died: Died
+) -> Iterator[MissingSteps]:
+    """Name what a trainer may have committed behind the newest step that can be had."""
+    spans = spans_of(catalog)
+    if not spans:
+        return
+    newest = ranges[-1][1] if ranges else spans[-1].base
+    last = died.committed if died.committed > newest else None
+    if catalog.incarnations[spans[-1].incarnation].strategy == "survivors":
+        why = "lost with the processes that held them"
+    elif died.staging and died.is_gone:
+        why = f"if any, in staging memory alone, and {died.staging} has nothing of this run"
+    elif died.staging:
+        why = f"if any, in staging memory alone: {died.staging} on the machine of {died.who}"
+    elif last is not None:
+        why = "not in staging memory any more, or damaged there"
+    else:
+        return
+    yield MissingSteps(newest + 1, last, why)
+
+
+def _gaps(catalog: Catalog, ranges: Sequence[tuple[int, int]]) -> Iterator[MissingSteps]:
+    spans = spans_of(catalog)
+    if not spans:
+        return
+    begin = spans[0].base
+    for first, last in ranges:
+        if begin < first:
+            yield from _parts(catalog, spans, begin, first - 1)
+        begin = last + 1
+
+
+def _parts(
+    catalog: Catalog, spans: Sequence[Span], first: int, last: int
+) -> Iterator[MissingSteps]:
+    """Divide a gap by the incarnations that made its steps, since each may have its own reason."""
+    for span in spans:
+        begin = max(
+            first, span.base + (span is not spans[0])
+        )  # a later one's base is of the one before
+        end = last if span.last is None else min(last, span.last)
+        if begin <= end:
+            yield MissingSteps(begin, end, _why(catalog, span, begin, end))
+
+
+def _why(catalog: Catalog, span: Span, first: int, last: int) -> str:
+    fence = catalog.incarnations[span.incarnation]
+    if not fence.logs_steps:
+        return f"strategy {fence.strategy} keeps no steps between snapshots"
+    if catalog.collected.holds(span.incarnation, last):
+        return "removed by retention"
+    return why_not(catalog, first)
+
+
+def _void(catalog: Catalog) -> Iterator[MissingSteps]:
+    """List what all ranks had of an incarnation beyond the step that the next one began from."""
+    spans = spans_of(catalog)
+    for span, after in pairwise(spans):
+        assert span.last is not None
+        shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
+        for first, last in shared_ranges(shards, span.last + 1):
+            why = f"void, since incarnation {after.incarnation} went on from step {after.base}"
+            yield MissingSteps(first, last, why)
