@@ -14,6 +14,7 @@ PLACES = {
     "copy_waiting_steps": "lowdiff.peers.wards._MOST_WAITING",
     "drain_seconds": "lowdiff.commit.storage._DRAIN_SECONDS",
     "finish_seconds": "lowdiff.attach.close._FINISH_SECONDS",
+    "fast_replica_elements": "lowdiff.attach.open._FAST_REPLICA_ELEMENTS",
     "first_replay_window_bytes": "lowdiff.recovery.replay.replayer._FIRST_WINDOW_BYTES",
     "image_piece_bytes": "lowdiff.recovery.images._PIECE_BYTES",
     "lease_look_seconds": "lowdiff.persistence.files.lease._POLL_SECONDS",

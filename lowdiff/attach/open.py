@@ -26,6 +26,8 @@ from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging import constant_images
 from lowdiff.commit.standby import Node
 from lowdiff.compressors import refuse_unknown
+from lowdiff.core.events import Code
+from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
 from lowdiff.model.averages import followed_names
@@ -56,6 +58,10 @@ from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState
 from lowdiff.types import Decision, Fence, Origin
 
+#: Adam of 124 million elements took a replica 1.5 s beside one H200: docs/benchmarks.md, "The first run".
+_REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
+#: So few take a quarter of a second.
+_FAST_REPLICA_ELEMENTS = 20_000_000
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -159,6 +165,8 @@ def open_session(
                     "error feedback of this model; leave it out, and a node may be lost all the same"
                 )
             _refuse_registered(settings, attached, ranks.world_size)
+            if ranks.rank == 0:
+                _name_slow_replica(settings, attached, ranks.world_size)
             if settings.has_several_steps and not attached.is_on_host:
                 raise ConfigError(
                     'optimizer_steps="any" works on CPUs only so far, and the model is on '
@@ -274,6 +282,25 @@ def _refuse_registered(settings: Settings, attached: Attached, world_size: int) 
     for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
         if is_registered(spec):
             refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
+
+
+def _name_slow_replica(settings: Settings, attached: Attached, world_size: int) -> None:
+    """Say what a replica costs beside an accelerator, whose steps its CPU cannot keep up with."""
+    if settings.strategy != "replica" or attached.is_on_host:
+        return
+    parameters = attached.layout.parameters
+    shares = shares_of(attached.layout, world_size)
+    largest = max(sum(parameters[i].numel for i in share) for share in shares)
+    if largest > _FAST_REPLICA_ELEMENTS:
+        seconds = _REPLICA_SECONDS_PER_ELEMENT * largest
+        Code.REPLICA_ON_ACCELERATOR.warn(
+            f'strategy "replica" applies every step to a rank\'s {largest / 1e6:.0f} million elements on the CPU, '
+            f"which takes about {seconds:.1f} s by what was measured beside an H200; where steps on "
+            f"{attached.device} are shorter, training waits for it (there: 388 ms a step instead of 75). Compress "
+            "gradients, compressor=PowerSGD(4) (there: 124 ms), train on more ranks, or take "
+            'strategy="survivors", which was not run on accelerators',
+            elements=largest,
+        )
 
 
 def _fenced(

@@ -5,7 +5,7 @@ Without one the CPU stands for it: there, too, only version counters tell of wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +283,33 @@ def test_a_residual_is_copied_every_few_steps_into_the_next_slot(tmp_path: Path)
         found = read_residual(tmp_path / "slots", layout, mark)
         assert found is not None
         assert found[0].tolist() == [step] * 3
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk"])
+@pytest.mark.parametrize("most", [100, 1_000_000])
+def test_a_replica_that_cannot_keep_up_with_an_accelerator_is_named_at_the_start(
+    tmp_path: Path,
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+    limits: Callable[..., None],
+    compressor: str,
+    most: int,
+) -> None:
+    limits(fast_replica_elements=most)
+    settings: dict[str, Any] = {} if compressor == "topk" else {"compressor": None}
+    loop = loop_on(device, tmp_path, **settings)
+    loop.attach()
+    loop.checkpointer.close()
+    named = [line for line in caplog.messages if line.startswith("LD320")]
+    assert len(named) == (most == 100 and compressor == "none")
+    assert all("compressor=PowerSGD(4)" in line for line in named)
+
+
+def test_it_is_not_named_on_a_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limits: Callable[..., None]
+) -> None:
+    limits(fast_replica_elements=100)
+    loop = Loop(tmp_path, settings={"compressor": None})
+    loop.attach()
+    loop.checkpointer.close()
+    assert "LD320" not in caplog.text
