@@ -167,7 +167,6 @@ def fields_of(node: ast.ClassDef) -> set[str]:
     return found
 
 
-@pytest.mark.slow
 def test_a_large_class_says_why() -> None:
     """Frozen dataclasses are tables of facts, and may have as many as there are."""
     wrong = []

@@ -142,7 +142,8 @@ class _Handlers:
                 if notice is not None:
                     notice()
                     Code.PREEMPTED.warn(
-                        f"{name}: staged steps become durable now, and each further step at once",
+                        f"{name}: what there is becomes durable now; leave the loop when checkpointer.preempted is "
+                        "true, and close",
                         signal=name,
                     )
 

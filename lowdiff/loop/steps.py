@@ -90,7 +90,8 @@ _CLOSED = (
 class TrainingLoop:
     """Restores the random generators when the first body begins, and ends steps.
 
-    A loop ends its steps by ``steps()`` or by ``commit()``.
+    A loop ends its steps by ``steps()`` or by ``commit()``. Large because whoever restores has to know
+    which body is open, which those know that begin and end it.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
             device="" if fence is None else fence.environment.device,
             torch_version="" if fence is None else fence.environment.torch_version,
             trainer=trainer,
-            written_at_unix_seconds=None
-            if is_url(run)
-            else max(map(_written_at, folder.root.rglob("*")), default=None),
+            written_at_unix_seconds=None if is_url(run) else _written_at(folder),
             missing=missing_steps(catalog, found, died),
             damage=tuple(str(error) for error in catalog.damage),
             staging_elsewhere="" if died is None or died.is_gone else died.staging,
@@ -213,11 +212,13 @@ def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
     )
 
 
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0  # a live run's retention has removed it
+def _written_at(folder: RunFolder) -> float | None:
+    listed = (folder.fences(), folder.snapshots(), folder.segments())
+    times = []
+    for path in (folder.lease, *(path for kind in listed for *_, path in kind)):
+        with suppress(OSError):  # a live run's retention has removed it
+            times.append(path.stat().st_mtime)
+    return max(times, default=None)
 
 
 def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:

@@ -78,7 +78,7 @@ def test_how_far_it_had_come_is_told_where_the_lease_tells_it(tmp_path: Path) ->
     run = killed(tmp_path, "log")
     lease = RunFolder(run).lease
     token, machine, beats, holder, *_ = lease.read_text().rstrip().split("\t")
-    lease.write_text("\t".join([token, machine, beats, holder, "0 5"]))
+    lease.write_text(f"{token}\t{machine}\t{beats}\t{holder}\t0 5")
     [missing] = inspect(run, tmp_path / "elsewhere").missing
     assert (missing.first, missing.last) == (1, 5)
 
