@@ -29,7 +29,7 @@ class Strategy:
 
     Attributes:
         name: As `Settings.strategy` has it.
-        code: How it is chosen.
+        code: How it is chosen, as Markdown.
         keeps: In the picture, below the name.
         is_logged: Whether every step since the older snapshot is kept, or the newest alone.
         outlives: Whether the newest state lies in memory that outlives the processes.
@@ -53,7 +53,7 @@ class Strategy:
 STRATEGIES = (
     Strategy(
         name="log",
-        code="compressor=PowerSGD(4)",
+        code="`compressor=PowerSGD(4)`",
         keeps="each compressed gradient",
         is_logged=True,
         outlives=True,
@@ -64,7 +64,7 @@ STRATEGIES = (
     ),
     Strategy(
         name="replica",
-        code="no compressor: the default",
+        code="no compressor",
         keeps="the newest state, in a process of its own",
         is_logged=False,
         outlives=True,
@@ -75,7 +75,7 @@ STRATEGIES = (
     ),
     Strategy(
         name="survivors",
-        code='strategy="survivors"',
+        code='`strategy="survivors"`',
         keeps="nothing, until a process fails",
         is_logged=False,
         outlives=False,
@@ -95,11 +95,7 @@ def readme_rows(strategies: Sequence[Strategy] = STRATEGIES) -> str:
         "comes back",
         "a step costs: CPU; [H200](docs/benchmarks.md#the-first-run)",
     )
-    rows = [(f"`{s.name}`: `{s.code}`", s.choose, s.back, s.cost) for s in strategies]
-    rows = [
-        (cell.replace("`no compressor: the default`", "no compressor"), *rest)
-        for cell, *rest in rows
-    ]
+    rows = [(f"`{s.name}`: {s.code}", s.choose, s.back, s.cost) for s in strategies]
     return _table(heads, rows)
 
 
@@ -209,8 +205,10 @@ def _draw_lane(axes: Axes, colours: _Theme, y: int, strategy: Strategy) -> None:
             (colours.memory, NOW - AT_RISK, NOW),
         ):
             steps = [_at(step) for step in range(first, end, 2)]
-            ticks = {"marker": "|", "markersize": 13, "markeredgewidth": 1.1, "linestyle": "none"}
-            axes.plot(steps, [y] * len(steps), color=colour, **ticks)
+            axes.plot(
+                steps, [y] * len(steps), marker="|", color=colour, markersize=13,
+                markeredgewidth=1.1, linestyle="none",
+            )  # fmt: skip
     for step in SNAPSHOTS:
         axes.plot([_at(step)], [y], marker="s", color=colours.disk, markersize=11)
     style = "full" if strategy.outlives else "none"

@@ -17,12 +17,12 @@ _LINES_BEFORE_KILL = 3
 
 def script() -> str:
     """Return the training script that README shows first."""
-    return _SCRIPT.findall(README.read_text())[0]
+    return str(_SCRIPT.findall(README.read_text())[0])
 
 
 def shown() -> str:
     """Return the transcript that README shows."""
-    return _SHOWN.findall(README.read_text())[0]
+    return str(_SHOWN.findall(README.read_text())[0])
 
 
 def transcript(folder: Path, earlier: int) -> str:

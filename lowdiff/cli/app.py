@@ -94,7 +94,7 @@ def demo(
     One run is trained without interruption. Another is killed with SIGKILL at a random step and
     started again. The demo compares losses, parameters, optimizer state and random generators of
     both runs, and the time of a step with and without lowdiff. Staging lies in the output
-    folder, because /dev/shm is small in many containers. Takes about two minutes on two cores;
+    folder, because /dev/shm is small in many containers. Takes about a minute on two cores;
     exit code 1 if a step was lost or a bit differs.
     """
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -36,11 +37,11 @@ def print_report(result: DemoResult, console: Console, *, picture: Path) -> None
     num_losses = len(result.killed.losses) + len(resumed.losses)
     full, per_step = result.full_checkpoint_bytes, result.mean_stored_bytes
     lowdiff_seconds = max(reference.lowdiff_seconds.values())
-    timed, half = result.timed, len(result.timed.losses) // 2
+    last = max(reference.losses)
     attached, first_step = resumed.attached_after, min(resumed.times.values())
     table = Table(
         title=f"{result.num_parameters:,} parameters, {result.world_size} workers, "
-        f"{len(reference.losses)} steps",
+        f"{result.steps} steps",
         show_header=False,
     )
     for style in ("bold", None, "dim"):
@@ -52,8 +53,8 @@ def print_report(result: DemoResult, console: Console, *, picture: Path) -> None
          f"{result.num_values} values and {num_losses} losses compared"),
         ("bytes per step", _bytes(per_step), "all ranks, mean"),
         ("full checkpoint", _bytes(full), f"{full / per_step:.0f} times that"),
-        ("time per step", f"{1000 * timed.step_seconds(1, half):.0f} ms",
-         f"{1000 * timed.step_seconds(half + 1, 2 * half):.0f} ms after lowdiff was detached"),
+        ("time per step", f"{1000 * reference.step_seconds(1, result.steps):.0f} ms",
+         f"{1000 * reference.step_seconds(result.steps + 1, last):.0f} ms after lowdiff was detached"),
         ("training thread", f"{1000 * lowdiff_seconds:.1f} ms per step", "for differentials, mean"),
         ("time to resume", f"{first_step:.1f} s",
          f"launch and attach {attached:.1f}, step {first_step - attached:.1f}"),
@@ -64,7 +65,20 @@ def print_report(result: DemoResult, console: Console, *, picture: Path) -> None
         console.print(failure, style="bold red", markup=False)
     if len(failures) > _FAILURES_SHOWN:
         console.print(f"[red]and {len(failures) - _FAILURES_SHOWN} more[/]")
-    console.print(f"Picture: {picture}   (seed {result.seed})")
+    console.print(
+        f"Picture: {picture}   (seed {result.seed})\n\nTry next, on the run that was killed:"
+    )
+    commands = [
+        (["inspect"], "what can be had?"),
+        (["timeline"], "the gradient of each step: which one went wrong?"),
+        (["recover", "--step", str(result.steps // 2), "--out", "earlier.pt"], "or any other step"),
+    ]
+    lines = [
+        shlex.join(["lowdiff", name, str(result.run), *options]) for (name, *options), _ in commands
+    ]
+    for line, (_, what) in zip(lines, commands, strict=True):
+        text = f"  {line:<{max(map(len, lines))}}  # {what}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def draw(result: DemoResult, path: Path) -> None:
@@ -100,6 +114,11 @@ def _draw_losses(axes: Axes, result: DemoResult) -> None:
         xy=(kill_step, 0.74), xycoords=("data", "axes fraction"), xytext=(8, 0),
         textcoords="offset points", color=_KILL, va="top", fontsize=9.5,
     )  # fmt: skip
+    axes.axvline(result.steps, color=_MUTED, linewidth=1.0, linestyle=(0, (1, 3)))
+    axes.annotate(
+        "lowdiff detached", xy=(result.steps, 0.98), xycoords=("data", "axes fraction"),
+        xytext=(-6, 0), textcoords="offset points", color=_MUTED, va="top", ha="right", fontsize=8.5,
+    )  # fmt: skip
     same = "THE RUNS DIFFER" if result.failures else "every bit agrees"
     axes.set_title(
         f"Killed, resumed, and compared with a run that was not: {same}",
@@ -117,7 +136,7 @@ def _draw_bytes(axes: Axes, result: DemoResult) -> None:
         f"{_bytes(result.full_checkpoint_bytes)}",
         loc="left", color=_INK, fontsize=11, pad=8,
     )  # fmt: skip
-    axes.set_xlim(0, len(result.reference.losses) + 1)
+    axes.set_xlim(0, max(result.reference.losses) + 1)
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("kilobytes per step, all ranks", color=_INK)
 

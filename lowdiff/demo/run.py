@@ -17,7 +17,7 @@ from lowdiff.demo.launch import Launch, torchrun_command
 from lowdiff.errors import ConfigError
 
 _SCRIPT = "lowdiff.examples.ddp_gpt"
-_SIZE = ("--width=256", "--batch-size=64")  # 1.7 million parameters
+_SIZE = ("--width=128", "--batch-size=64")  # half a million parameters
 _MARKER, _CHECKPOINT = ".lowdiff-demo", "final.pt"
 _FEWEST_STEPS = 10
 _SEEDS = 2**31
@@ -77,12 +77,14 @@ class DemoResult:
     """Everything that the report shows.
 
     Attributes:
+        run: Folder of the run that was killed and resumed.
         seed: Seed of the training and of the kill.
         world_size: Worker processes.
+        steps: Steps of each run. After them each trains some more with lowdiff detached, in the same processes, so
+            that other load on the machine slows both alike.
         reference: The run that was never interrupted.
         killed: The other run until SIGKILL.
         resumed: The other run after SIGKILL.
-        timed: A shorter training from which lowdiff is detached after half of the steps.
         num_parameters: Elements of the model.
         num_values: Tensors, generators and positions compared, as recovered from both runs.
         differences: Names of those that differ.
@@ -90,12 +92,13 @@ class DemoResult:
         full_checkpoint_bytes: Bytes of a ``torch.save`` of model and optimizer.
     """
 
+    run: Path
     seed: int
     world_size: int
+    steps: int
     reference: LaunchOutput
     killed: LaunchOutput
     resumed: LaunchOutput
-    timed: LaunchOutput
     num_parameters: int
     num_values: int
     differences: tuple[str, ...]
@@ -178,9 +181,6 @@ def run_demo(
         reference = launches.live("uninterrupted", "whole", steps)
         killed = launches.live("killed", "killed", steps, kill=kill)
         resumed = launches.live("resumed", "killed", steps)
-        # Both halves run in one process, so that other load on the machine slows both alike.
-        half = max(_FEWEST_STEPS, steps // 3)
-        timed = launches.live("half with lowdiff", "timed", 2 * half, f"--detach-after={half}")
     from lowdiff.recovery import compare, recover
     from lowdiff.recovery.inspect.export import export
     from lowdiff.recovery.inspect.timeline import timeline
@@ -192,12 +192,13 @@ def run_demo(
     parts = (state.parameters, *optimizer_values, *state.items)
     measured = timeline(whole, staging=staging).steps
     return DemoResult(
+        run=output / "runs" / "killed",
         seed=seed,
         world_size=world_size,
+        steps=steps,
         reference=reference,
         killed=killed,
         resumed=resumed,
-        timed=timed,
         num_parameters=sum(tensor.numel() for tensor in state.parameters.values()),
         num_values=sum(map(len, parts)),
         differences=tuple(compare.differences(state, other)),
@@ -216,14 +217,16 @@ class _Launches:
     progress: Progress
 
     def live(
-        self, name: str, run: str, steps: int, *more: str, kill: tuple[int, float] | None = None
+        self, name: str, run: str, steps: int, *, kill: tuple[int, float] | None = None
     ) -> LaunchOutput:
-        """Train the run up to ``steps``, or until the kill."""
+        """Train the run up to ``steps``, and on without lowdiff; or until the kill."""
+        last = steps + max(_FEWEST_STEPS, steps // 3)
         # Staging on disk also survives SIGKILL, and /dev/shm is small in many containers.
         folders = (str(self.output / "runs" / run), f"--staging={self.output / 'staging'}")
-        arguments = [*folders, f"--steps={steps}", f"--seed={self.seed}", *_SIZE, *more]
+        ends = (f"--steps={last}", f"--detach-after={steps}")
+        arguments = [*folders, *ends, f"--seed={self.seed}", *_SIZE]
         command = torchrun_command(_SCRIPT, arguments, world_size=self.world_size)
-        bar = self.progress.add_task(name, total=steps, status="starting the processes")
+        bar = self.progress.add_task(name, total=last, status="starting the processes")
         printed, began = LaunchOutput(), time.monotonic()
         with Launch(command, self.output / "logs" / f"{name}.txt") as launch:
             for line in launch.lines():

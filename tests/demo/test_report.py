@@ -10,7 +10,7 @@ from rich.console import Console
 from lowdiff.demo.report import draw, print_report
 from lowdiff.demo.run import DemoResult, LaunchOutput
 
-LOSSES = {step: f"{2.5 + 3 * math.exp(-step / 10):.9g}" for step in range(1, 61)}
+LOSSES = {step: f"{2.5 + 3 * math.exp(-step / 10):.9g}" for step in range(1, 81)}
 
 
 def life(first: int, last: int, step_seconds: float = 0.3) -> LaunchOutput:
@@ -19,25 +19,27 @@ def life(first: int, last: int, step_seconds: float = 0.3) -> LaunchOutput:
         resumed_from=first - 1,
         attached_after=4.5,
         losses={step: LOSSES[step] for step in steps},
-        times={step: 4.5 + step_seconds * (step - first + 1) for step in steps},
-        weights={0: "ce1e", 1: "ce1e"} if last == 60 else {},
-        lowdiff_seconds={0: 0.003, 1: 0.002} if last == 60 else {},
+        times={
+            step: 4.5 + step_seconds * (step - first + 1) - 0.05 * max(0, step - 60)
+            for step in steps
+        },
+        weights={0: "ce1e", 1: "ce1e"} if last == 80 else {},
+        lowdiff_seconds={0: 0.003, 1: 0.002} if last == 80 else {},
     )
 
 
 GOOD = DemoResult(
+    run=Path("out/runs/killed"),
     seed=1,
     world_size=2,
-    reference=life(1, 60),
+    steps=60,
+    reference=life(1, 80),
     killed=life(1, 31),
-    resumed=life(32, 60),
-    timed=LaunchOutput(
-        losses=LOSSES, times={s: 0.3 * min(s, 30) + 0.25 * max(0, s - 30) for s in LOSSES}
-    ),
+    resumed=life(32, 80),
     num_parameters=1_800_000,
     num_values=428,
     differences=(),
-    stored_bytes=dict.fromkeys(LOSSES, 81_000),
+    stored_bytes=dict.fromkeys(range(1, 61), 81_000),
     full_checkpoint_bytes=22_000_000,
 )
 
@@ -65,6 +67,9 @@ def test_the_table_answers_what_a_reader_asks() -> None:
         [line] = [line for line in text.splitlines() if question in line]
         assert answer in line
     assert "demo.png" in text
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  lowdiff ")] == [
+        *("inspect", "timeline", "recover")
+    ]
 
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
@@ -85,21 +90,21 @@ def test_failures_are_named() -> None:
 def test_a_lost_step_is_a_failure() -> None:
     assert GOOD.failures == ()
     assert GOOD.committed == 30, "a loss is printed before its step is committed"
-    assert replace(GOOD, resumed=life(29, 60)).failures == ("2 committed steps were lost",)
+    assert replace(GOOD, resumed=life(29, 80)).failures == ("2 committed steps were lost",)
 
 
 def test_a_loss_that_differs_or_is_missing_is_a_failure() -> None:
-    wrong = replace(life(32, 60), losses={**life(32, 60).losses, 40: "2.7"})
+    wrong = replace(life(32, 80), losses={**life(32, 80).losses, 40: "2.7"})
     expected = f"step 40: loss 2.7 instead of {LOSSES[40]}"
     assert replace(GOOD, resumed=wrong).failures == (expected,)
-    assert replace(GOOD, resumed=life(33, 60)).failures == ("step 32: no loss",)
-    assert replace(GOOD, reference=life(2, 60)).failures == ("step 1: no loss",)
+    assert replace(GOOD, resumed=life(33, 80)).failures == ("step 32: no loss",)
+    assert replace(GOOD, reference=life(2, 80)).failures == ("step 1: no loss",)
 
 
 def test_weights_that_differ_or_were_never_printed_are_a_failure() -> None:
-    other = replace(life(32, 60), weights={0: "ce1e", 1: "0bad"})
+    other = replace(life(32, 80), weights={0: "ce1e", 1: "0bad"})
     assert replace(GOOD, resumed=other).failures == ("rank 1: weights 0bad instead of ce1e",)
-    silent = replace(life(1, 60), weights={}), replace(life(32, 60), weights={})
+    silent = replace(life(1, 80), weights={}), replace(life(32, 80), weights={})
     assert len(replace(GOOD, reference=silent[0], resumed=silent[1]).failures) == 2
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from lowdiff.demo.report import print_report
 from lowdiff.demo.run import LaunchOutput, plan_kill, run_demo
 from lowdiff.errors import ConfigError
 
@@ -74,12 +77,25 @@ def test_what_ranks_print_into_one_line_is_heard() -> None:
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.timeout(600)
-def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
+def test_the_demo_shows_what_it_promises_and_the_commands_that_it_ends_with_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_demo(tmp_path / "out", steps=10, seed=1)
     assert result.failures == ()
     assert result.resumed.resumed_from > 0
-    assert len(result.reference.losses) == 10
-    assert len(result.timed.losses) == 20
-    assert min(result.timed.step_seconds(1, 10), result.timed.step_seconds(11, 20)) > 0
+    assert len(result.reference.losses) == 20, "it trains on without lowdiff"
+    halves = [result.reference.step_seconds(first, first + 9) for first in (1, 11)]
+    assert min(halves) > 0
     assert list(result.stored_bytes) == list(range(1, 11))
     assert result.full_checkpoint_bytes > 20 * result.mean_stored_bytes > 0
+    print_report(result, Console(), picture=tmp_path / "demo.png")
+    shown = capsys.readouterr().out
+    commands = [
+        line.partition("  #")[0] for line in shown.splitlines() if line[:10] == "  lowdiff "
+    ]
+    assert len(commands) == 3
+    monkeypatch.chdir(tmp_path)
+    for line in commands:
+        words = shlex.split(line)[1:]
+        ran = subprocess.run([sys.executable, "-m", "lowdiff", *words], check=False)
+        assert ran.returncode == 0, line

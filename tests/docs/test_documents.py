@@ -122,6 +122,12 @@ def test_documents_and_examples_import_public_modules_only() -> None:
     assert not private
 
 
+def test_every_finding_is_listed() -> None:
+    text = (ROOT / "docs/contributing.md").read_text()
+    listed = re.findall(r"\]\(\.\./(findings/\S+?\.sh)\)", text)
+    assert listed == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("findings/*.sh"))
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for document in documents():
         text = re.sub(
