@@ -80,13 +80,10 @@ def _print_inspection(run: str, staging: Path | None, found: Inspection) -> None
             shown.add_row(*row)
         shown.add_section()
     console.print(shown)
-    options = "" if staging is None else f" --staging {shlex.quote(str(staging))}"
-    width = max(len(command) for command, _ in next_commands(run, found))
-    for command, what in next_commands(run, found):
-        line = f"  {command + options if command.startswith('lowdiff') else command}"
-        console.print(
-            f"{line:<{width + len(options) + 4}}# {what}", soft_wrap=True, highlight=False
-        )
+    commands = next_commands(run, staging, found)
+    width = max(len(command) for command, _ in commands)
+    for command, what in commands:
+        console.print(f"  {command:<{width}}  # {what}", soft_wrap=True, highlight=False)
 
 
 def _what(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -156,11 +153,12 @@ def _lost(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "not there", f"{', '.join(_newest(spans))}: {why}"
 
 
-def next_commands(run: str, found: Inspection) -> list[tuple[str, str]]:
+def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tuple[str, str]]:
     """What may be done next: commands, and what each of them does."""
+    where = [] if staging is None else ["--staging", str(staging)]
 
     def command(name: str, *options: str) -> str:
-        return shlex.join(["lowdiff", name, run, *options])
+        return shlex.join(["lowdiff", name, run, *options, *where])
 
     if found.trainer:
         return [(command("inspect", "--watch"), "follow the training")]
@@ -168,8 +166,8 @@ def next_commands(run: str, found: Inspection) -> list[tuple[str, str]]:
     if found.damaged:
         made.append((command("verify"), "name all damage, and what still leads around it"))
     if found.staging_elsewhere:
-        elsewhere = command("inspect", "--staging", found.staging_elsewhere)
-        made.append((elsewhere, "are there more steps? On the machine that trained"))
+        elsewhere = ["lowdiff", "inspect", run, "--staging", found.staging_elsewhere]
+        made.append((shlex.join(elsewhere), "are there more steps? On the machine that trained"))
     if found.recoverable is None:
         if not found.damaged:
             made.append(("start the training script", "it begins anew, nothing is there yet"))

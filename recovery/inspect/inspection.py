@@ -144,8 +144,8 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
     """
     root = staging_to_read(staging)
     with opened(run, with_images=False) as folder:
-        lease = look_at_lease(folder.lease)
         catalog = scan(folder, [root])
+        lease = look_at_lease(folder.lease)  # a file: the scan refuses links and pipes
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
         fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
