@@ -23,10 +23,13 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import lowdiff
@@ -35,11 +38,13 @@ from lowdiff.errors import ConfigError, RunMismatch, UsageError
 
 try:
     import lightning
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
     from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.plugins.precision.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from lightning.pytorch.utilities.model_helpers import is_overridden
     from torchmetrics import Metric
 except ImportError as error:
     raise ConfigError(
@@ -112,9 +117,12 @@ class LowDiffCallback(lightning.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the run; one that had no step to make leaves the generators as it found them at its end."""
-        if self._training is not None:
-            self._training.finish()
+        training = self._training
+        if training is not None:
+            training.finish()
         self._end()
+        if training is not None:
+            training.hand_out()
 
     def _end(self) -> None:
         if self._training is not None:
@@ -131,19 +139,28 @@ class _Training:
         self._loop = trainer.fit_loop
         self._wrapped: list[tuple[Any, str]] = []
         self._committed = 0
-        self._is_first = True
+        self._is_first = self._is_unbegun = True
+        self._is_resumed = False
+        self._schedulers: list[Any] = []
+        self._averaging: list[Any] = []  # callbacks that put an average into the model when training ends
 
     def attach(self) -> None:
         """See `LowDiffCallback.on_fit_start`."""
         trainer, loop = self._trainer, self._loop
         _refuse(trainer)
-        loop.setup_data()
+        with _undrawn(loop):
+            loop.setup_data()
         loader = _loader_of(loop)
         progress = _Progress(trainer, self._checkpointer)
+        self._schedulers = _schedulers_of(trainer)
         objects: dict[str, Any] = {
-            f"scheduler{i}": config.scheduler
-            for i, config in enumerate(trainer.lr_scheduler_configs)
+            f"scheduler{i}": scheduler for i, scheduler in enumerate(self._schedulers)
         }
+        averages = _averages(trainer)
+        self._averaging = [owner for owner, _ in averages]
+        objects |= {f"average{i}": average for i, (_, average) in enumerate(averages)}
+        saved = [_Saved(trainer, owner) for owner in _with_hooks(trainer)]
+        objects |= {f"checkpoint of {part.name}": part for part in saved}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             objects["scaler"] = scaler
@@ -161,16 +178,28 @@ class _Training:
                 raise RunMismatch(
                     f"step {step} of the run has no state of Lightning: another loop made it. Name another folder"
                 )
+            for part in saved:
+                part.restore()
             is_within_epoch = progress.restore()
+            if type(objects.get("loader")) is not _Positioned and loader is not None:
+                self._checkpointer.batch_of(loader)  # Lightning counts on where the epoch was
         progress.found = None  # of a run that made no step, too
+        for part in saved:
+            part.loaded = None
         self._committed = trainer.global_step
-        if loader is not None and (is_within_epoch or not step):
+        if loader is not None and is_within_epoch:
             iter(loop._data_fetcher)  # the one of setup_data knows nothing of the run
+        if loader is not None and not step:
+            self._wrap(loop, "setup_data", None, self._begin_first_epoch)
         if isinstance(objects.get("loader"), _Positioned):
             objects["loader"].loaded = None
         self._wrap(loop, "on_advance_start", self._before_epoch)
         self._wrap(loop.epoch_loop, "advance", self._before_batch)
-        self._wrap(loop, "on_run_end", None, self._after_training)
+        self._is_resumed = step > 0
+        if self._averaging:
+            self._wrap(loop, "on_run_end", self._before_the_average)
+        else:
+            self._wrap(loop, "on_run_end", None, self._after_training)
         self._replace(trainer.precision_plugin, "optimizer_step", self._step)
 
     def _refuse_checkpoint(self, step: int) -> None:
@@ -225,6 +254,12 @@ class _Training:
             owner, name = self._wrapped.pop()
             delattr(owner, name)
 
+    def _begin_first_epoch(self) -> None:
+        """Make the iteration that the loop has itself made without lowdiff, where that draws its seed."""
+        if self._is_unbegun:
+            self._is_unbegun = False
+            iter(self._loop._data_fetcher)
+
     def _before_epoch(self) -> None:
         """Commit the last step of the epoch before, with all that came after it."""
         if self._is_first:
@@ -258,6 +293,17 @@ class _Training:
             self._end_epoch()
         self._commit()
 
+    def _before_the_average(self) -> None:
+        """End the run with the weights that trained: with more epochs it goes on from these."""
+        self._after_training()
+        self._checkpointer.close()
+
+    def hand_out(self) -> None:
+        """Put the averages into the model of a run that was finished already, as its training did at its end."""
+        if self._is_first and self._is_resumed:
+            for callback in self._averaging:
+                callback.on_train_end(self._trainer, self._trainer.lightning_module)
+
     def finish(self) -> None:
         """Restore the generators of a run that is finished already."""
         if self._is_first:
@@ -266,6 +312,11 @@ class _Training:
     def _commit(self) -> None:
         """Commit, if an optimizer stepped since the last commit."""
         step = self._trainer.global_step
+        if [id(s) for s in _schedulers_of(self._trainer)] != [id(s) for s in self._schedulers]:
+            raise UsageError(
+                f"a callback put another scheduler into the Trainer by step {step}; only those that "
+                "configure_optimizers made are part of the run. Let one scheduler do both (SequentialLR, say)"
+            )
         if step != self._committed:
             self._committed = step
             self._checkpointer.commit()
@@ -281,6 +332,118 @@ class _Training:
         result = plugin._wrap_closure(model, optimizer, closure)
         optimizer.step(**options)
         return result
+
+
+class _Saved:
+    """What the hooks of a callback, or of the module, put into Lightning's own checkpoint: a stateful object.
+
+    The hook gets a checkpoint with the progress and the module's state; what it adds is kept. What it changes of these
+    is not: lowdiff restores them itself.
+
+    Args:
+        trainer: The trainer.
+        owner: A callback, or the module.
+
+    Attributes:
+        name: Of its owner's class.
+        loaded: What the run knew and is not restored yet; None if nothing.
+    """
+
+    def __init__(self, trainer: Any, owner: Any) -> None:
+        self.name = type(owner).__name__
+        self.loaded: dict[str, Any] | None = None
+        self._trainer, self._owner = trainer, owner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the owner adds.
+
+        Raises:
+            ConfigError: If it cannot.
+        """
+        if self.loaded is not None:
+            return self.loaded
+        before = self._checkpoint()
+        checkpoint = dict(before)
+        self._call("on_save_checkpoint", checkpoint)
+        return {name: value for name, value in checkpoint.items() if name not in before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state until it can be restored."""
+        self.loaded = state_dict
+
+    def restore(self) -> None:
+        """Hand its part of the checkpoint to the owner."""
+        if self.loaded is not None:
+            self._call("on_load_checkpoint", {**self._checkpoint(), **copy.deepcopy(self.loaded)})
+
+    def _checkpoint(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": trainer.lightning_module.state_dict(),
+        }
+
+    def _call(self, hook: str, checkpoint: dict[str, Any]) -> None:
+        module = self._trainer.lightning_module
+        before = () if self._owner is module else (self._trainer, module)
+        try:
+            getattr(self._owner, hook)(*before, checkpoint)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name}.{hook}() raised {type(error).__name__}: {error}. LowDiffCallback calls it with the keys "
+                f"{', '.join(self._checkpoint())} and keeps what it adds, at every step; keep that state in "
+                "state_dict() of a callback instead"
+            ) from error
+
+
+def _with_hooks(trainer: Any) -> list[Any]:
+    """Return callbacks, and the module, that write into a checkpoint or read from it, but those with an average."""
+    averaging = [owner for owner, _ in _averages(trainer)]
+    owners = [c for c in trainer.callbacks if not any(c is other for other in averaging)]
+    return [
+        owner
+        for owner in (*owners, trainer.lightning_module)
+        if any(
+            is_overridden(hook, owner, kind)
+            for kind in (lightning.Callback, lightning.LightningModule)
+            if isinstance(owner, kind)
+            for hook in ("on_save_checkpoint", "on_load_checkpoint")
+        )
+    ]
+
+
+def _averages(trainer: Any) -> list[tuple[Any, AveragedModel]]:
+    """Return the averages of weights that callbacks keep, each with its owner."""
+    return [
+        (callback, value)
+        for callback in trainer.callbacks
+        for value in vars(callback).values()
+        if isinstance(value, AveragedModel)
+    ]
+
+
+def _schedulers_of(trainer: Any) -> list[Any]:
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+@contextmanager
+def _undrawn(loop: Any) -> Iterator[None]:
+    """Leave random generators as they are, although a loader's first iteration is made and thrown away."""
+    given = loop._data_source.instance
+    loaders = tree_leaves(given)
+    owned = [
+        generator
+        for loader in loaders
+        for generator in (getattr(loader, "generator", None),)
+        if isinstance(generator, torch.Generator)
+    ]
+    states = [generator.get_state() for generator in owned]
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for generator, state in zip(owned, states, strict=True):
+        generator.set_state(state)
 
 
 class _Progress:
@@ -503,6 +666,18 @@ def _refuse(trainer: Any) -> None:
             "reload_dataloaders_every_n_epochs makes new loaders while training runs, whose place LowDiffCallback "
             "would not know; leave it out, and let the dataset change with the sampler's epoch"
         )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "StochasticWeightAveraging swaps the scheduler, the weights and the number of epochs while training "
+                "runs; average with WeightAveraging, and give SWALR in configure_optimizers"
+            )
+        if isinstance(callback, BaseFinetuning):
+            raise ConfigError(
+                f"{type(callback).__name__} thaws layers and adds groups to the optimizer while training runs, and a "
+                "run records the parameters that train when fit begins. Make each stage a fit of its own, in a run "
+                "folder of its own, and begin the next one with the weights of the one before (lowdiff.recover)"
+            )
     if sum(isinstance(callback, LowDiffCallback) for callback in trainer.callbacks) > 1:
         raise UsageError("this Trainer has several LowDiffCallbacks; a run has one")
 

@@ -56,6 +56,12 @@ PLACES = {
     "workers": ["on_train_batch_start:4", "on_train_epoch_start:2", "on_train_batch_end:15"],
     "torchdata": ["on_train_batch_start:4", "on_train_epoch_start:2", "on_train_batch_end:15"],
     "replica": ["on_train_batch_start:5", "on_train_epoch_start:2", "on_before_optimizer_step:16"],
+    "average": [
+        *("on_train_batch_start:3", "on_before_optimizer_step:5", "on_train_batch_start:12", "on_validation_batch_end:4"),
+        *("on_validation_end:2", "on_train_epoch_start:2", "on_train_batch_end:20", "on_train_end:1"),
+    ],
+    "average as is": ["on_train_batch_start:7", "on_validation_batch_end:5", "on_train_epoch_start:2"],
+    "hooks": ["on_train_batch_start:5", "on_train_epoch_start:2", "on_train_batch_end:20"],
     "gan": ["on_train_batch_start:5", "on_before_optimizer_step:21", "on_train_epoch_start:2", "on_train_batch_end:20"],
 }  # fmt: skip
 
@@ -71,6 +77,18 @@ def test_it_goes_on_after_a_kill_at(
     check(scripts.finish(name, tmp_path / "run"), expected)
     warned = re.findall(r"LD\d+.*", (tmp_path / "run" / "output.txt").read_text())
     assert not warned
+
+
+@pytest.mark.parametrize("name", ["steps", "epochs", "plateau", "short epochs", "average", "hooks", "gan"])
+def test_without_a_compressor_a_training_is_what_it_is_without_lowdiff(
+    scripts: Scripts, tmp_path: Path, name: str
+) -> None:
+    found = scripts.finish(name, tmp_path / "found", lowdiff="as is")
+    expected = scripts.finish(name, tmp_path / "expected", lowdiff="not")
+    for result in (*found, *expected):
+        result["progress"] = result["progress"][:2]  # the loader's place is lowdiff's
+        result["callbacks"] = result["callbacks"][:3]
+    check(found, expected)
 
 
 @pytest.mark.parametrize("name", ["steps", "epochs", "plateau", "workers", "replica", "gan"])
@@ -104,7 +122,7 @@ def test_two_processes_go_on_after_one_dies_and_the_other_with_it(
     check(scripts.finish("two", tmp_path / "run", ranks=2), expected)
 
 
-@pytest.mark.parametrize("name", ["steps", "epochs", "stops early", "gan"])
+@pytest.mark.parametrize("name", ["steps", "epochs", "stops early", "average", "hooks", "gan"])
 def test_a_finished_run_ends_at_once_with_the_same_metrics(
     scripts: Scripts, whole: Any, tmp_path: Path, name: str
 ) -> None:
@@ -115,11 +133,12 @@ def test_a_finished_run_ends_at_once_with_the_same_metrics(
     assert again[0]["loaded"] == []
 
 
+@pytest.mark.parametrize("name", ["gan", "average"])
 def test_a_finished_run_goes_on_with_more_epochs(
-    scripts: Scripts, whole: Any, tmp_path: Path
+    scripts: Scripts, whole: Any, tmp_path: Path, name: str
 ) -> None:
-    scripts.finish("gan", tmp_path / "run", max_epochs=1)
-    check(scripts.finish("gan", tmp_path / "run"), whole("gan"))
+    scripts.finish(name, tmp_path / "run", max_epochs=1)
+    check(scripts.finish(name, tmp_path / "run"), whole(name))
 
 
 def test_a_signal_ends_training_after_a_step_and_it_goes_on(
@@ -162,3 +181,29 @@ def test_a_run_does_not_begin_with_a_checkpoint_of_lightning(
     checkpoint = str(tmp_path / "first" / "saved" / "last.ckpt")
     assert scripts.run("steps", tmp_path / "second", ckpt_path=checkpoint) == [1]
     assert "has none yet" in (tmp_path / "second" / "output.txt").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("stochastic", "StochasticWeightAveraging swaps the scheduler"),
+        ("thaws", "Thaws thaws layers and adds groups"),
+        ("fails", "Fails.on_save_checkpoint() raised KeyError"),
+        ("holds", "Holds"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_by_name_before_the_first_step(
+    scripts: Scripts, tmp_path: Path, name: str, said: str
+) -> None:
+    assert scripts.run(name, tmp_path / "run") == [1]
+    printed = (tmp_path / "run" / "output.txt").read_text()
+    assert said in printed.splitlines()[-1], printed[-2000:]
+    assert not (tmp_path / "run" / "logs-0.jsonl").exists()
+
+
+def test_a_scheduler_that_a_callback_puts_in_is_refused_at_the_step(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    assert scripts.run("swaps", tmp_path / "run") == [1]
+    printed = (tmp_path / "run" / "output.txt").read_text()
+    assert "put another scheduler into the Trainer by step 13" in printed

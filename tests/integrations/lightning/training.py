@@ -17,7 +17,14 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -137,6 +144,7 @@ class Kind:
         patience: Of early stopping; None without it.
         saves: Whether a ``ModelCheckpoint`` is there.
         stateful: Whether the loader is torchdata's.
+        more: Makes further callbacks.
     """
 
     arguments: dict[str, Any]
@@ -148,6 +156,105 @@ class Kind:
     patience: int | None = None
     saves: bool = False
     stateful: bool = False
+    more: Callable[[], list[Any]] = list
+
+
+class Streak(lightning.Callback):
+    """A callback that keeps its state in a checkpoint of Lightning's, as older ones do: a number and a tensor."""
+
+    def __init__(self) -> None:
+        self.mean, self.seen = torch.zeros(3), 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Average the loss."""
+        self.seen += 1
+        self.mean = 0.9 * self.mean + outputs["loss"].detach()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put it in."""
+        assert checkpoint["state_dict"].keys() == pl_module.state_dict().keys()
+        checkpoint["streak"] = {"mean": self.mean, "seen": self.seen}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take it back."""
+        self.mean, self.seen = checkpoint["streak"]["mean"], checkpoint["streak"]["seen"]
+
+    def kept(self) -> list[Any]:
+        """What is compared."""
+        return [self.mean, self.seen]
+
+
+class Ema(EMAWeightAveraging):
+    """An average over all steps but the first three."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.8, update_starting_at_step=3)
+
+    def kept(self) -> list[Any]:
+        """What is compared."""
+        assert self._average_model is not None
+        return [self._average_model.state_dict()]
+
+
+class Remembers(Regression):
+    """A module with a running number that only a checkpoint of Lightning's holds."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.worst = 0.0
+
+    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+        """Add the worst loss to the next ones."""
+        loss = super().training_step(batch, batch_index)
+        self.worst = max(self.worst, float(loss))
+        return loss * (1 + 0.1 * self.worst)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put it in."""
+        checkpoint["worst"] = self.worst
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back."""
+        self.worst = checkpoint["worst"]
+
+
+class Swaps(lightning.Callback):
+    """Puts another scheduler in, in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Swap."""
+        if trainer.current_epoch == 1:
+            made = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+            trainer.lr_scheduler_configs[0].scheduler = made
+
+
+class Thaws(BaseFinetuning):
+    """Thaws the first layer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze it."""
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        """Thaw it."""
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class Fails(Streak):
+    """Cannot say what it holds."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Ask for what is not there."""
+        checkpoint["optimizer_states"][0]["lr"] = 0.0
+
+
+class Holds(Streak):
+    """Holds what cannot be stored."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put a file in."""
+        checkpoint["file"] = open
 
 
 #: 13 batches in an epoch.
@@ -166,6 +273,16 @@ KINDS = {
     "workers": Kind(dict(max_steps=18), loader=dict(num_workers=2, persistent_workers=True)),
     "torchdata": Kind(dict(max_steps=18), stateful=True),
     "replica": Kind(dict(max_steps=18), settings={}),
+    "average": Kind(dict(max_epochs=2, val_check_interval=4, accumulate_grad_batches=2), more=lambda: [Ema()]),
+    "average as is": Kind(dict(max_epochs=2, val_check_interval=4), settings={}, more=lambda: [Ema()]),
+    "hooks": Kind(dict(max_epochs=2), model=Remembers, more=lambda: [Streak()]),
+    "stochastic": Kind(
+        dict(max_epochs=4), scheduler="epoch", more=lambda: [StochasticWeightAveraging(swa_lrs=1e-2)]
+    ),
+    "thaws": Kind(dict(max_epochs=3), more=lambda: [Thaws()]),
+    "swaps": Kind(dict(max_epochs=2), more=lambda: [Swaps()]),
+    "fails": Kind(dict(max_epochs=1), more=lambda: [Fails()]),
+    "holds": Kind(dict(max_epochs=1), more=lambda: [Holds()]),
     "gan": Kind(dict(max_epochs=2), settings={}, model=Gan),
     "two": Kind(
         dict(max_epochs=2, strategy="ddp", devices=2, accumulate_grad_batches=2, val_check_interval=3)
@@ -256,22 +373,25 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
     Args:
         name: Of the kind.
         folder: Of run, staging and output.
-        more: Further arguments of ``Trainer`` as JSON; ``ckpt_path`` is that of ``fit``.
+        more: Further arguments of ``Trainer`` as JSON; ``ckpt_path`` is that of ``fit``, and ``lowdiff`` says whether the
+            run is kept ``"as is"``, without a compressor, or ``"not"`` at all.
         kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
     killer = Killer(kill)
-    ckpt_path = given.pop("ckpt_path", None)
+    ckpt_path, kept = given.pop("ckpt_path", None), given.pop("lowdiff", "")
     lightning.seed_everything(5, verbose=False)
     rows = Rows(_ROWS, killer.happens)
     model = kind.model(kind)
     counter = Counter()
-    callbacks: list[Any] = [
-        counter,
-        killer,
-        LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **kind.settings),
-        LearningRateMonitor(),
-    ]
+    settings = {} if kept == "as is" else kind.settings
+    callbacks: list[Any] = [counter, killer, LearningRateMonitor()]
+    if kept != "not":
+        callbacks.append(
+            LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **settings)
+        )
+    more = kind.more()
+    callbacks += more
     if kind.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=kind.patience))
     saving = None
@@ -297,6 +417,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.state_dict()],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "callbacks": [callback.state_dict() for callback in callbacks if callback is not saving],
+        "kept": [callback.kept() for callback in more],
         "saved": None if saving is None else [str(saving.best_model_score), saving.best_k_models],
         "logs": logged(Path(folder, f"logs-{rank()}.jsonl")),
         "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],
