@@ -58,9 +58,9 @@ STRATEGIES = (
         is_logged=True,
         outlives=True,
         lost=(0, 0, 0, 32),
-        choose="any step back, compressed gradients",
-        back="the last 100 to 200 steps",
-        cost="4 %, and compressing; 75 → 124 ms",
+        choose="going back to any step",
+        back="the last 100 to 200",
+        cost="+4 %, compressing; +49 ms",
     ),
     Strategy(
         name="replica",
@@ -69,9 +69,9 @@ STRATEGIES = (
         is_logged=False,
         outlives=True,
         lost=(0, 0, 0, 200),
-        choose="training stays as it is, bit for bit",
-        back="the newest step, two snapshots",
-        cost="5 to 12 %; **75 → 388 ms**",
+        choose="training as it is",
+        back="the newest, 2 snapshots",
+        cost="+5 to 12 %; **+313 ms**",
     ),
     Strategy(
         name="survivors",
@@ -80,9 +80,9 @@ STRATEGIES = (
         is_logged=False,
         outlives=False,
         lost=(0, 100, 0, 200),
-        choose="single processes fail, time is all",
-        back="the newest step, two snapshots",
-        cost="0.6 %; not run",
+        choose="ranks that fail singly",
+        back="the newest, 2 snapshots",
+        cost="+0.6 %; not run",
     ),
 )
 
@@ -91,11 +91,15 @@ def readme_rows(strategies: Sequence[Strategy] = STRATEGIES) -> str:
     """Return README's table: which strategy."""
     heads = (
         "strategy",
-        "choose it if",
+        "choose it for",
         "comes back",
-        "a step costs: CPU; [H200](docs/benchmarks.md#the-first-run)",
+        "lost: all killed; power",
+        "a step: CPU; [H200](docs/benchmarks.md#the-first-run)",
     )
-    rows = [(f"`{s.name}`: {s.code}", s.choose, s.back, s.cost) for s in strategies]
+    rows = [
+        (f"`{s.name}`: {s.code}", s.choose, s.back, f"{s.lost[1]}; {s.lost[3]}", s.cost)
+        for s in strategies
+    ]
     return _table(heads, rows)
 
 

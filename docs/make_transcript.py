@@ -64,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(script())
-        seen = transcript(folder, 4950)
+        seen = transcript(folder, 1950)
     README.write_text(README.read_text().replace(shown(), seen))
 
 

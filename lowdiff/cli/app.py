@@ -67,7 +67,7 @@ def _lowdiff(
         Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Differential checkpoints for PyTorch: save every step, go back to any step.
+    """Differential checkpoints for PyTorch: save every step, go back to any that is kept.
 
     A training script writes checkpoints with lowdiff.Checkpointer. These commands inspect the run
     folders, prove that they are whole, and get states out of them.
@@ -97,16 +97,9 @@ def demo(
     folder, because /dev/shm is small in many containers. Takes about a minute on two cores;
     exit code 1 if a step was lost or a bit differs.
     """
-    try:
-        from lowdiff.demo import report
+    from lowdiff.demo import report
 
-        code = report.main(out, steps=steps, world_size=workers, seed=seed)
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("matplotlib"):
-            raise
-        raise ConfigError(
-            "the demo draws a picture and needs matplotlib: pip install matplotlib"
-        ) from error
+    code = report.main(out, steps=steps, world_size=workers, seed=seed)
     raise typer.Exit(code)
 
 

@@ -49,7 +49,7 @@ def inspect(
 ) -> None:
     """What is it, is it whole, which steps can be had, which cannot and why, what next?
 
-    Reads only headers and checksums, and the footers of sealed segments; `verify` reads
+    Reads a small run whole, and of a larger one headers and footers alone; `verify` reads
     every byte. Safe while the run is training. JSON keys: run_id,
     world_size, parameters, elements, snapshots, differentials (first, last, count, bytes, staged),
     recoverable (first, last), bytes_per_step, compressor, optimizer, and some more. Ranges include
@@ -111,7 +111,10 @@ def _what(found: Inspection) -> Iterator[tuple[str, str]]:
 def _whole(found: Inspection) -> Iterator[tuple[str, str]]:
     """Is it whole?"""
     if not found.damaged:
-        yield "damaged", "nothing seen in headers; `lowdiff verify` reads every byte"
+        what = "nothing, by every checksum; `lowdiff verify` replays, too"
+        if not found.is_read:
+            what = "nothing seen in headers; `lowdiff verify` reads every byte"
+        yield "damaged", what
         return
     for damage in _first(found.damage):
         yield "damaged", damage
@@ -126,7 +129,7 @@ def _there(found: Inspection) -> Iterator[tuple[str, str]]:
         told += f" ({span(first, last)}: in memory, until a reboot)"
     yield "recoverable", told
     snapshots = ", ".join(_newest([str(step) for step in found.snapshots])) or "none"
-    yield "snapshots", f"{snapshots} ({size(found.snapshot_bytes)})"
+    yield "snapshots", f"{snapshots} ({size(found.snapshot_bytes)})" if found.snapshots else "none"
     stored = found.differentials
     if stored is not None:
         mean = size(round(stored.bytes / stored.count))
@@ -165,6 +168,8 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
     made = []
     if found.damaged:
         made.append((command("verify"), "name all damage, and what still leads around it"))
+        if found.recoverable is None:
+            made.append(("bring the damaged files back", "nothing is left that leads to a step"))
     if found.staging_elsewhere:
         elsewhere = ["lowdiff", "inspect", run, "--staging", found.staging_elsewhere]
         made.append((shlex.join(elsewhere), "are there more steps? On the machine that trained"))

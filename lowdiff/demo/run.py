@@ -175,8 +175,8 @@ def run_demo(
         launches = _Launches(output, world_size, seed, progress)
         kill = plan_kill(seed, steps)
         progress.console.print(
-            f"Seed {seed}: {world_size} workers train {steps} steps twice; the second run's are "
-            f"killed (SIGKILL) right after step {kill[0]}"
+            f"Seed {seed}: {world_size} workers train {steps} steps twice, and some more without lowdiff; "
+            f"the second run's are killed (SIGKILL) right after step {kill[0]}"
         )
         reference = launches.live("uninterrupted", "whole", steps)
         killed = launches.live("killed", "killed", steps, kill=kill)

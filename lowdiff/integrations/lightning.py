@@ -132,7 +132,7 @@ class LowDiffCallback(lightning.Callback):
 
 
 class _Training:
-    """One call of ``fit``: what is wrapped, and where a step is committed."""
+    """One call of ``fit``: what is wrapped, and where a step is committed. Large because all that is wrapped shares it."""
 
     def __init__(self, trainer: Any, checkpointer: lowdiff.Checkpointer) -> None:
         self._trainer, self._checkpointer = trainer, checkpointer
@@ -142,7 +142,9 @@ class _Training:
         self._is_first = self._is_unbegun = True
         self._is_resumed = False
         self._schedulers: list[Any] = []
-        self._averaging: list[Any] = []  # callbacks that put an average into the model when training ends
+        self._averaging: list[
+            Any
+        ] = []  # callbacks that put an average into the model when training ends
 
     def attach(self) -> None:
         """See `LowDiffCallback.on_fit_start`."""

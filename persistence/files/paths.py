@@ -2,8 +2,8 @@
 
 ::
 
-    RUN/run.json                                         identity of the run
-    RUN/incarnations/i000002/rank-0000.json              fences
+    RUN/run.json, run.copy                               identity of the run
+    RUN/incarnations/i000002/rank-0000.json, .copy       fences
     RUN/incarnations/i000002/begun                       on several nodes: all ranks outlived their attach
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...

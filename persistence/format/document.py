@@ -27,6 +27,20 @@ def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) 
     write_file(path, json_bytes(content), exclusive=exclusive)
 
 
+def write_twice(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
+    """Write a JSON document that never changes, and a copy beside it: without it nothing of a run can be read.
+
+    Whoever is first with the document writes the copy.
+    """
+    write_json(path, content, exclusive=exclusive)
+    write_json(copy_of(path), content)
+
+
+def copy_of(path: Path) -> Path:
+    """Return where the copy of a document lies."""
+    return path.with_suffix(".copy")
+
+
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return a JSON document: format version first, checksum last."""
     document = {"format": FORMAT_VERSION, **content}
@@ -48,6 +62,30 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
     return parse_json(data, path)
+
+
+def read_either(path: Path, damage: list[DamagedFile] | None = None) -> dict[str, Any]:
+    """Read a document of `write_twice`, or its copy if the document is damaged.
+
+    Args:
+        path: Of the document.
+        damage: Gets the error of a document whose copy served.
+
+    Raises:
+        DamagedFile: If both are damaged, or there is no copy.
+        OtherFormat: If a lowdiff of another format version wrote it.
+    """
+    try:
+        return read_json(path)
+    except DamagedFile as error:
+        damaged = error
+    try:
+        document = read_json(copy_of(path))
+    except (FileNotFoundError, DamagedFile):
+        raise damaged  # noqa: B904  with the cause that it has
+    if damage is not None:
+        damage.append(DamagedFile(path, f"{damaged.what}; its copy serves"))
+    return document
 
 
 def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:

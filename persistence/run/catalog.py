@@ -95,8 +95,8 @@ def scan(
     Raises:
         NotARun: If the folder holds no run.
     """
-    run_id = read_run_id(folder)
     damage: list[DamagedFile] = []
+    run_id = read_run_id(folder, damage)
     records: dict[tuple[int, int], RankRecords] = {}
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
@@ -111,7 +111,7 @@ def scan(
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
-    fences, unreadable = _fences(folder, run_id, damage)
+    fences, unreadable = _fences(folder, run_id, damage, damage)
     add_segments(folder, run_id, records, damage, check=check_all)
     # Read retention.json last: removals are recorded before deletion, so a missing segment is
     # listed.
@@ -243,14 +243,24 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 
 def _fences(
-    folder: RunFolder, run_id: str, damage: list[DamagedFile]
+    folder: RunFolder,
+    run_id: str,
+    damage: list[DamagedFile],
+    mended: list[DamagedFile] | None = None,
 ) -> tuple[dict[int, Fence], frozenset[int]]:
-    """Return complete fences by number, and numbers with an unreadable fence."""
+    """Return complete fences by number, and numbers with an unreadable fence.
+
+    Args:
+        folder: The run folder.
+        run_id: Identity of the run.
+        damage: Gets errors of fences that cannot be read.
+        mended: Gets errors of those whose copies serve.
+    """
     by_number: dict[int, dict[int, Fence]] = {}
     unreadable = set()
     for number, rank, path in folder.fences():
         try:
-            fence = read_fence(path)
+            fence = read_fence(path, mended)
             if (fence.run_id, fence.incarnation, fence.rank) != (run_id, number, rank):
                 raise DamagedFile(path, "it belongs to another run, incarnation or rank")
         except DamagedFile as error:

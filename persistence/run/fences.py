@@ -25,7 +25,7 @@ from lowdiff.errors import (
 )
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
-from lowdiff.persistence.format.document import check_types, read_json, write_json
+from lowdiff.persistence.format.document import check_types, read_either, write_twice
 from lowdiff.types import (
     ITEM_BYTES,
     Decision,
@@ -112,7 +112,7 @@ def create_run(folder: RunFolder, run_id: str) -> None:
     """Write ``run.json`` unless it exists; idempotent."""
     make_directory(folder.root)
     if not folder.run_file.exists():
-        write_json(folder.run_file, {"run_id": run_id})
+        write_twice(folder.run_file, {"run_id": run_id})
 
 
 def known_run_id(folder: RunFolder) -> str | None:
@@ -130,8 +130,8 @@ def known_run_id(folder: RunFolder) -> str | None:
     return None
 
 
-def read_run_id(folder: RunFolder) -> str:
-    """Return the run's identity.
+def read_run_id(folder: RunFolder, damage: list[DamagedFile] | None = None) -> str:
+    """Return the run's identity; ``damage`` gets the error of a ``run.json`` whose copy served.
 
     Raises:
         NotARun: If the folder holds no run.
@@ -144,7 +144,7 @@ def read_run_id(folder: RunFolder) -> str:
         named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]
         inside = f"; runs in it: {', '.join(named)}" if runs else ""
         raise NotARun(folder.root, f"it has no run.json{inside}")
-    run_id = str(read_json(folder.run_file).get("run_id", ""))
+    run_id = str(read_either(folder.run_file, damage).get("run_id", ""))
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
         raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")
     return run_id
@@ -158,7 +158,7 @@ def require_run(folder: RunFolder, run_id: str) -> None:
         RunMismatch: If it holds another run, whose files have the same names.
     """
     try:
-        found = str(read_json(folder.run_file).get("run_id"))
+        found = str(read_either(folder.run_file).get("run_id"))
     except FileNotFoundError:
         raise StorageError(
             f"{folder.run_file} is gone; bring the run folder back, or mount it"
@@ -182,7 +182,7 @@ def refuse_strange_entries(folder: RunFolder) -> None:
     pending = [
         folder.root / name
         for name in (
-            *("run.json", "incarnations", "snapshots", "segments", "constants"),
+            *("run.json", "run.copy", "incarnations", "snapshots", "segments", "constants"),
             *("locks", "pins", "retention.json", "measurements"),
         )
     ]
@@ -222,7 +222,7 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
                 del content[name]
         if fence.lost_tail is not None:
             content["lost_tail"] = fence.lost_tail.document()
-        write_json(path, content, exclusive=True)
+        write_twice(path, content, exclusive=True)
     except FileExistsError as error:
         raise RunInUse(folder.root, "a trainer that attached at the same time", 0.0) from error
 
@@ -234,13 +234,17 @@ def write_missing_fences(folder: RunFolder, fences: Iterable[Fence]) -> None:
             write_fence(folder, fence)
 
 
-def read_fence(path: Path) -> Fence:
-    """Read a fence.
+def read_fence(path: Path, damage: list[DamagedFile] | None = None) -> Fence:
+    """Read a fence, or its copy if it is damaged.
+
+    Args:
+        path: Of the fence.
+        damage: Gets the error of a fence whose copy served.
 
     Raises:
-        DamagedFile: If the fence is damaged.
+        DamagedFile: If the fence is damaged, and its copy does not serve.
     """
-    document = read_json(path)
+    document = read_either(path, damage)
     try:
         return _fence(document)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -272,7 +276,7 @@ def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
     own = folder.fence(incarnation, rank)
     for path in (own, *sorted(own.parent.glob("rank-*.json"))):
         try:
-            return str(read_json(path)["life"])
+            return str(read_either(path)["life"])
         except (FileNotFoundError, KeyError, LowDiffError):
             continue
     return None

@@ -12,9 +12,10 @@ from lowdiff.core.events import Code
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.files.lease import LEASE_SECONDS, LeaseSeen, look_at_lease
 from lowdiff.persistence.files.locks import is_locked
-from lowdiff.persistence.files.paths import RunFolder, staging_to_read
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.run.owner import Owner
 from lowdiff.persistence.run.records import shared_ranges
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.store.client import ObjectStore, is_url
@@ -22,6 +23,9 @@ from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_fol
 from lowdiff.recovery.inspect.missing import Died, MissingSteps, missing_steps
 from lowdiff.recovery.plan import bytes_of, decisions, recoverable, spans_of, usable_snapshots
 from lowdiff.types import Decision, Reached
+
+#: What is no more than this is read whole, in about a second.
+_SMALL_BYTES, _FEW_STEPS = 256 << 20, 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class Inspection:
         optimizer: Class name, or a tuple of them if the run has several optimizers.
         incarnations: How often the run began or resumed; also those that died in attach.
         snapshot_bytes: Bytes of all complete snapshots.
-        damaged: Number of files with bytes that fail a check. Tensors of snapshots are not read here, nor the
+        damaged: Number of files with bytes that fail a check.
+        is_read: Whether every checksum was compared, as of small runs. Else tensors of snapshots are not read, nor the
             records of sealed segments, so that damage in them is not counted; `verify` finds it.
         pins: Steps that retention spares, by label.
         copies_of: Ranks on other nodes of whose steps this machine keeps copies.
@@ -124,6 +129,7 @@ class Inspection:
     missing: tuple[MissingSteps, ...] = ()
     damage: tuple[str, ...] = ()
     staging_elsewhere: str = ""
+    is_read: bool = False
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -145,6 +151,15 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
     root = staging_to_read(staging)
     with opened(run, with_images=False) as folder:
         catalog = scan(folder, [root])
+        stored = sum(snapshot.bytes for snapshot in catalog.snapshots) + sum(
+            records.framed_bytes(first, last)
+            for records in list(catalog.records.values())
+            for first, last in records.ranges
+        )
+        num_steps = sum(map(len, catalog.records.values()))
+        is_read = not is_url(run) and stored <= _SMALL_BYTES and num_steps <= _FEW_STEPS
+        if is_read:
+            catalog = scan(folder, [root], check_all=True)
         lease = look_at_lease(folder.lease)  # a file: the scan refuses links and pipes
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
@@ -184,8 +199,9 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
             trainer=trainer,
             written_at_unix_seconds=None if is_url(run) else _written_at(folder),
             missing=missing_steps(catalog, found, died),
+            is_read=is_read,
             damage=tuple(str(error) for error in catalog.damage),
-            staging_elsewhere="" if died is None or died.is_gone else died.staging,
+            staging_elsewhere="" if died is None or died.is_gone or died.other else died.staging,
         )
 
 
@@ -204,11 +220,18 @@ def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
         return None
     reached = Reached.of(lease.remark)
     staging = catalog.incarnations[newest].staging
+    seen = [stage for stage in catalog.staging if stage.incarnation == newest]
+    others = (
+        Owner.read(stage)
+        for stage in StagingFolder.all_of_run(root, catalog.run_id)
+        if stage.incarnation == newest
+    )
     return Died(
         committed=reached.step if reached is not None and reached.incarnation == newest else -1,
-        staging="" if any(stage.incarnation == newest for stage in catalog.staging) else staging,
+        staging="" if seen else staging,
         is_gone=lease.is_here and root.resolve() == Path(staging),
         who=lease.holder,
+        other="" if seen else next((owner.run for owner in others if owner is not None), ""),
     )
 
 

@@ -36,12 +36,14 @@ class Died:
         staging: Where its staging memory lies, and is not seen; "" if it is seen.
         is_gone: Whether this is the place that was looked at, so that the memory does not exist any more.
         who: Describes it.
+        other: Another run folder, of which this one is a copy or was one, whose staging memory is in that place; "" for none.
     """
 
     committed: int
     staging: str
     is_gone: bool
     who: str
+    other: str = ""
 
 
 def missing_steps(
@@ -71,6 +73,8 @@ def _tail(
     last = died.committed if died.committed > newest else None
     if catalog.incarnations[spans[-1].incarnation].strategy == "survivors":
         why = "lost with the processes that held them"
+    elif died.other:
+        why = f"if any, in staging memory alone: that in {died.staging} is of {died.other}, which has the same id"
     elif died.staging and died.is_gone:
         why = f"if any, in staging memory alone, and {died.staging} has nothing of this run"
     elif died.staging:
@@ -86,6 +90,10 @@ def _gaps(catalog: Catalog, ranges: Sequence[tuple[int, int]]) -> Iterator[Missi
     spans = spans_of(catalog)
     if not spans:
         return
+    if spans[0].base and catalog.incarnations[spans[0].incarnation].parent is not None:
+        # Retention has removed the incarnation that made them, with its fence.
+        before = min([spans[0].base, *(first for first, _ in ranges)])
+        yield MissingSteps(0, before - 1, "removed by retention")
     begin = spans[0].base
     for first, last in ranges:
         if begin < first:
@@ -98,9 +106,8 @@ def _parts(
 ) -> Iterator[MissingSteps]:
     """Divide a gap by the incarnations that made its steps, since each may have its own reason."""
     for span in spans:
-        begin = max(
-            first, span.base + (span is not spans[0])
-        )  # a later one's base is of the one before
+        # The base of a later one is a step of the one before.
+        begin = max(first, span.base + (span is not spans[0]))
         end = last if span.last is None else min(last, span.last)
         if begin <= end:
             yield MissingSteps(begin, end, _why(catalog, span, begin, end))

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from lowdiff.demo.report import draw, print_report
+from lowdiff.demo import report
+from lowdiff.demo.picture import draw
+from lowdiff.demo.report import print_report
 from lowdiff.demo.run import DemoResult, LaunchOutput
 
 LOSSES = {step: f"{2.5 + 3 * math.exp(-step / 10):.9g}" for step in range(1, 81)}
@@ -46,7 +50,7 @@ GOOD = DemoResult(
 
 def printed(result: DemoResult) -> str:
     console = Console(file=io.StringIO(), width=100)
-    print_report(result, console, picture=Path("demo.png"))
+    print_report(result, console, picture="demo.png")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -74,7 +78,7 @@ def test_the_table_answers_what_a_reader_asks() -> None:
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
     console = Console(file=io.StringIO(), width=80)
-    print_report(GOOD, console, picture=Path("demo.png"))
+    print_report(GOOD, console, picture="demo.png")
     assert isinstance(console.file, io.StringIO)
     table = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
     assert all(line.split("│")[1].strip() for line in table)  # no row was wrapped
@@ -113,3 +117,17 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     data = (tmp_path / "demo.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
+
+
+def test_without_matplotlib_there_is_no_picture_and_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "run_demo", lambda *_, **__: GOOD)
+    monkeypatch.delitem(sys.modules, "lowdiff.demo.picture")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main(tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "bit-identical" in shown
+    assert "Picture: none without matplotlib" in shown

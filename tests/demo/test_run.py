@@ -46,7 +46,7 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
 def test_the_demo_starts_without_waiting_for_torch() -> None:
     code = """if True:
         import sys
-        import lowdiff.demo.run, lowdiff.demo.report
+        import lowdiff.demo.run, lowdiff.demo.report, lowdiff.demo.picture
         sys.exit("torch" in sys.modules)
     """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -88,7 +88,7 @@ def test_the_demo_shows_what_it_promises_and_the_commands_that_it_ends_with_work
     assert min(halves) > 0
     assert list(result.stored_bytes) == list(range(1, 11))
     assert result.full_checkpoint_bytes > 20 * result.mean_stored_bytes > 0
-    print_report(result, Console(), picture=tmp_path / "demo.png")
+    print_report(result, Console(), picture="demo.png")
     shown = capsys.readouterr().out
     commands = [
         line.partition("  #")[0] for line in shown.splitlines() if line[:10] == "  lowdiff "

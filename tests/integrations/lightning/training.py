@@ -387,11 +387,9 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
     settings = {} if kept == "as is" else kind.settings
     callbacks: list[Any] = [counter, killer, LearningRateMonitor()]
     if kept != "not":
-        callbacks.append(
-            LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **settings)
-        )
-    more = kind.more()
-    callbacks += more
+        callbacks.append(LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **settings))
+    further = kind.more()
+    callbacks += further
     if kind.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=kind.patience))
     saving = None
@@ -417,7 +415,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         "progress": [trainer.global_step, trainer.current_epoch, trainer.fit_loop.state_dict()],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "callbacks": [callback.state_dict() for callback in callbacks if callback is not saving],
-        "kept": [callback.kept() for callback in more],
+        "kept": [callback.kept() for callback in further if hasattr(callback, "kept")],
         "saved": None if saving is None else [str(saving.best_model_score), saving.best_k_models],
         "logs": logged(Path(folder, f"logs-{rank()}.jsonl")),
         "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],

@@ -25,9 +25,12 @@ from lowdiff.errors import (
     UnsupportedOptimizer,
     UsageError,
 )
-from lowdiff.persistence.format.document import read_json, write_json
+from lowdiff.persistence.format.document import copy_of, read_json, write_json
 from lowdiff.persistence.format.values import same
+from lowdiff.recovery.inspect.inspection import StepRange, inspect
+from lowdiff.recovery.inspect.verify import verify
 from tests.unit.loops import Loop, small_model
+from tests.unit.recovery.training import flip
 
 
 def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> None:
@@ -281,7 +284,8 @@ def test_a_damaged_file_is_named_and_an_older_way_taken(
     assert state.base_step == 0
     assert "s0000000005/rank-0000.safetensors is damaged" in caplog.text
     assert all(torch.equal(whole[k], v) for k, v in state.model_state_dict().items())
-    (tmp_path / "run/run.json").write_text("{}")
+    for name in ("run.json", "run.copy"):
+        (tmp_path / "run" / name).write_text("{}")
     with pytest.raises(DamagedFile, match=r"run.json is damaged"):
         lowdiff.recover(tmp_path / "run", 6)
 
@@ -322,12 +326,33 @@ def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
 ) -> None:
     Loop(tmp_path).run(6)
     path = tmp_path / "run" / name
+    copy_of(path).unlink()
     if way == "gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises((DamagedFile, StepNotFound), match=r"missing|damaged|fences"):
         Loop(tmp_path).attach()
+
+
+@pytest.mark.parametrize("name", ["run.json", "incarnations/i000000/rank-0000.json"])
+def test_a_run_whose_identity_or_fence_is_damaged_goes_on_by_its_copy_and_says_so(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(6)
+    whole = lowdiff.recover(tmp_path / "run", 4).model_state_dict()
+    path = tmp_path / "run" / name
+    flip(path, 30)
+    assert same(lowdiff.recover(tmp_path / "run", 4).model_state_dict(), whole)
+    found = inspect(tmp_path / "run")
+    assert found.recoverable == StepRange(0, 6)
+    assert len(found.damage) == 1
+    assert str(path) in found.damage[0]
+    assert "its copy serves" in found.damage[0]
+    report = verify(tmp_path / "run")
+    assert [failure.path for failure in report.failures] == [str(path)]
+    assert Loop(tmp_path).run(8) == 6
+    assert f"{path} is damaged" in caplog.text
 
 
 def test_a_damaged_fence_of_the_newest_incarnation_rolls_nothing_back_unasked(
@@ -341,6 +366,7 @@ def test_a_damaged_fence_of_the_newest_incarnation_rolls_nothing_back_unasked(
         again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    copy_of(fence).unlink()
     whole = fence.read_bytes()
     fence.write_bytes(whole[:-90])
     with pytest.raises(
@@ -368,6 +394,7 @@ def test_an_incarnation_that_was_given_up_on_purpose_is_still_there_when_its_fen
         again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    copy_of(fence).unlink()
     whole = fence.read_bytes()
     fence.write_bytes(whole.replace(b"parent", b"parens"))
     with pytest.raises(StepNotFound, match="recoverable steps: 0 to 4"):

@@ -12,6 +12,7 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, NotARun, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import copy_of
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.types import Origin
@@ -219,7 +220,9 @@ def test_a_second_stage_takes_the_weights_of_a_run_that_began_with_others(tmp_pa
 def test_a_beginning_that_cannot_be_read_is_not_guessed(tmp_path: Path) -> None:
     Loop(tmp_path).run(2)
     Loop(tmp_path).run(4)
-    RunFolder(tmp_path / "run").fence(0, 0).write_bytes(b"")
+    fence = RunFolder(tmp_path / "run").fence(0, 0)
+    for path in (fence, copy_of(fence)):
+        path.write_bytes(b"")
     with pytest.raises(ConfigError, match="how this run began cannot be read"):
         Loop(tmp_path).attach(restore="model")
     assert Loop(tmp_path).run(5, restore="all") == 4

@@ -114,16 +114,6 @@ def test_demo_refuses_settings_that_cannot_work(command: Command, tmp_path: Path
     assert "at least 10 steps" in result.error
 
 
-def test_demo_says_how_to_get_matplotlib(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> int:
-        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-
-    monkeypatch.setattr(demo_report, "main", run)
-    result = command("demo")
-    assert result.code == 2
-    assert "pip install matplotlib" in result.error
-
-
 def test_our_own_mistakes_keep_their_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

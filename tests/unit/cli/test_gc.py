@@ -12,6 +12,7 @@ import pytest
 
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import copy_of
 from lowdiff.persistence.format.image import check_shard
 from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.run.fences import read_run_id
@@ -204,7 +205,9 @@ def test_a_pin_on_an_old_snapshot_that_comes_while_checksums_are_read_is_obeyed(
 
 
 def test_damage_that_hides_what_must_stay_stops_it(command: Command, copy: Trained) -> None:
-    flip(RunFolder(copy.run).fence(0, 0), 40)
+    fence = RunFolder(copy.run).fence(0, 0)
+    for path in (fence, copy_of(fence)):
+        flip(path, 40)
     result = command("gc", copy.run, "--keep-snapshots", "1")
     assert result.code == 1
     assert "is damaged" in result.error

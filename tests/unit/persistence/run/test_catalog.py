@@ -17,7 +17,7 @@ from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.document import read_json, write_json
+from lowdiff.persistence.format.document import copy_of, read_json, write_json
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -99,7 +99,9 @@ def test_of_two_that_begin_the_same_incarnation_one_is_refused(folder: RunFolder
     with pytest.raises(RunInUse, match="a trainer that attached at the same time"):
         write_fence(folder, fence(0, base=7))
     assert read_fence(folder.fence(0, 0)) == fence(0)
-    assert len(list(folder.fence(0, 0).parent.iterdir())) == 1
+    written = sorted(path.name for path in folder.fence(0, 0).parent.iterdir())
+    assert written == ["rank-0000.copy", "rank-0000.json"]
+    assert read_json(copy_of(folder.fence(0, 0))) == read_json(folder.fence(0, 0))
 
 
 def test_a_fence_of_more_ranks_than_files_have_names_for_is_none(folder: RunFolder) -> None:
