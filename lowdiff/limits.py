@@ -27,6 +27,7 @@ PLACES = {
     "replay_window_bytes": "lowdiff.recovery.replay.replayer._WINDOW_BYTES",
     "residual_buffer_bytes": "lowdiff.peers.residuals._BUFFER_BYTES",
     "restart_backoff_seconds": "lowdiff.persistence.files.detached_process._BACKOFF_SECONDS",
+    "small_run_bytes": "lowdiff.recovery.inspect.inspection._SMALL_BYTES",
     "spread_piece_bytes": "lowdiff.model.ranks._PIECE_BYTES",
     "staging_chunk_bytes": "lowdiff.attach.memory._MIN_CHUNK_BYTES",
     "survivors_seconds": "lowdiff.persistence.writer.main._SURVIVORS_SECONDS",

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from crc32c import crc32c
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.recovery.inspect.inspection import inspect
+from lowdiff.recovery.inspect.inspection import StepRange, inspect
 from lowdiff.recovery.inspect.missing import MissingSteps
 from tests.processes import Script
 from tests.unit.cli.commands import Command, command
@@ -102,6 +103,36 @@ def test_what_retention_removed_is_said_so(tmp_path: Path) -> None:
     assert found.recoverable is not None
     expected = MissingSteps(0, found.recoverable.first - 1, "removed by retention")
     assert found.missing == (expected,)
+
+
+def test_so_is_what_an_incarnation_made_that_retention_removed(tmp_path: Path) -> None:
+    train(tmp_path, 8, retention=1)
+    trained = train(tmp_path, 27, retention=1)
+    found = inspect(trained.run, trained.staging)
+    assert found.recoverable is not None
+    gone = [s for m in found.missing if m.last is not None for s in range(m.first, m.last + 1)]
+    assert gone == list(range(found.recoverable.first))
+    assert {m.why for m in found.missing} == {"removed by retention"}
+
+
+def test_staging_memory_of_another_folder_with_that_id_is_said_to_be_so(tmp_path: Path) -> None:
+    run = killed(tmp_path, "log")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    [missing] = inspect(copy, tmp_path / "staging").missing
+    assert f"is of {run.resolve()}, which has the same id" in missing.why
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_small_run_is_read_whole_and_promises_no_damaged_step(
+    tmp_path: Path, is_small: bool, limits: Callable[..., None]
+) -> None:
+    limits(small_run_bytes=1 << 20 if is_small else 0)
+    trained = train(tmp_path, 12, retention=None)
+    flip(trained.segment(6), 700)
+    found = inspect(trained.run, trained.staging)
+    assert found.is_read == is_small
+    assert found.damaged == is_small
+    assert (found.recoverable == StepRange(10, 12)) == is_small
 
 
 def test_steps_between_the_snapshots_of_a_replica_are_not_kept(tmp_path: Path) -> None:
