@@ -182,3 +182,35 @@ def test_the_snippet_of_the_documentation_trains_and_goes_on(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr[-3000:]
         steps.append(int(done.stdout.splitlines()[-1]))
     assert steps == [0, 24]
+
+
+class Registered:
+    """What a user registers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"seen": 3}
+
+
+def test_all_that_accelerates_own_checkpoint_holds_is_known(tmp_path: Path) -> None:
+    """A version that keeps something else there is noticed, so that a step is made to hold it too."""
+    arguments, settings = prepared(tmp_path, use_seedable_sampler=True)
+    accelerator = arguments[0]
+    accelerator.register_for_checkpointing(Registered())
+    train(arguments, settings)
+    accelerator.save_state(str(tmp_path / "saved"), safe_serialization=False)
+    held_as = {
+        "pytorch_model.bin": "weights",
+        "optimizer.bin": "optimizers",
+        "random_states_0.pkl": "generators",
+        "custom_checkpoint_0.pkl": "registered0",
+    }
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == held_as.keys()
+    states = torch.load(tmp_path / "saved/random_states_0.pkl", weights_only=False)
+    # The step counts micro-batches, and is a multiple of those of an optimizer step where one ends.
+    generators = {"random_state", "numpy_random_seed", "torch_manual_seed"}
+    assert {name for name in states if "cuda" not in name} == {"step", *generators}
+    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert "registered0" in state.stateful

@@ -148,3 +148,45 @@ def test_the_snippet_of_the_documentation_trains_and_goes_on(tmp_path: Path) -> 
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.splitlines()[-1] == "192"
+
+
+class Everything(BoringModel):
+    """A module with hyper-parameters, a data module's worth of state and a hook."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["more"] = 1
+
+
+class Rows(lightning.LightningDataModule):
+    """Data with a state."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 16))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 3}
+
+
+def test_all_that_lightnings_own_checkpoint_holds_is_known(tmp_path: Path) -> None:
+    """A version that keeps something else there is noticed, so that a step is made to hold it too."""
+    trainer = trainer_of(callback_in(tmp_path), limit_val_batches=0)
+    trainer.fit(Everything(), datamodule=Rows())
+    held_as = {
+        "state_dict": "weights",
+        "optimizer_states": "optimizers",
+        "lr_schedulers": "scheduler0",
+        **dict.fromkeys(("epoch", "global_step", "loops", "callbacks", "Rows"), "lightning"),
+        "more": "checkpoint of Everything",
+        **dict.fromkeys(("hparams_name", "hyper_parameters"), "the script's"),
+        "pytorch-lightning_version": "the environment's",
+    }
+    assert trainer._checkpoint_connector.dump_checkpoint(False).keys() == held_as.keys()
+    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    kept = {
+        name for name in held_as.values() if name.startswith(("scheduler", "lightning", "check"))
+    }
+    assert kept <= set(state.stateful)

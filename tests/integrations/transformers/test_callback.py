@@ -231,3 +231,24 @@ def test_the_snippet_of_the_documentation_runs(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "runs" / "x" / "run.json").exists()
+
+
+def test_all_that_the_trainers_own_checkpoint_holds_is_known(tmp_path: Path) -> None:
+    """A version that keeps something else there is noticed, so that a step is made to hold it too."""
+    callback = callback_in(tmp_path)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=4)
+    trainer = trained(tmp_path, callback, args=args)
+    folder = tmp_path / "output" / "checkpoint-4"
+    held_as = {
+        "model.safetensors": "weights",
+        "optimizer.pt": "optimizers",
+        "scheduler.pt": "scheduler",
+        "rng_state.pth": "generators",
+        "trainer_state.json": "the state of the Trainer",
+        **dict.fromkeys(
+            ("config.json", "generation_config.json", "training_args.bin"), "the script's"
+        ),
+    }
+    assert {path.name for path in folder.iterdir()} == held_as.keys()
+    held = json.loads((folder / "trainer_state.json").read_text())
+    assert set(held) == set(vars(trainer.state)), "what is saved is what the state has"
