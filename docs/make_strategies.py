@@ -71,7 +71,7 @@ STRATEGIES = (
         lost=(0, 0, 0, 200),
         choose="training as it is",
         back="the newest, 2 snapshots",
-        cost="+5 to 12 %; **+313 ms**",
+        cost="+5 to 12 %; **+313 ms or more**",
     ),
     Strategy(
         name="survivors",

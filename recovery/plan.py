@@ -201,7 +201,7 @@ def why_not(catalog: Catalog, target: int) -> str:
     spans = spans_of(catalog)
     bases = [s for s in usable_snapshots(catalog) if s.step <= target]
     if not bases:
-        return "no snapshot lies at or before it"
+        return "no snapshot that can be read lies at or before it"
     step = _reach(catalog, spans, bases[-1].step) + 1
     if step > target:
         return "it is not part of the run's history"

@@ -37,6 +37,8 @@ from lowdiff.tuner.just_in_time import (
 LOG_OVERHEAD_SHARE = 0.041
 #: Likewise, of docs/results/lowdiff_plus.json.
 REPLICA_OVERHEAD_SHARE = 0.048
+#: What a replica, on one CPU, takes for Adam: measured beside an H200 (docs/benchmarks.md, "The first run").
+REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
 SURVIVORS_OVERHEAD_SHARE = 0.006
 #: What copies on other nodes add to a step of two ranks that share two cores: ``overheads`` of
@@ -144,6 +146,12 @@ class SideBySide:
 
     rows: tuple[Row, ...]
     published: Published
+
+
+def replica_overhead_share(elements_of_rank: float, step_seconds: float) -> float:
+    """Return what a replica adds to a step: what was measured, or the wait for one that cannot keep up."""
+    busy = REPLICA_SECONDS_PER_ELEMENT * elements_of_rank / step_seconds
+    return max(REPLICA_OVERHEAD_SHARE, busy - 1)
 
 
 def side_by_side(

@@ -182,7 +182,7 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
     if first < last:
         earlier = ("--step", str(first), "--out", f"step{first}.pt")
         made.append((command("recover", *earlier), f"any step from {first} to {last}"))
-    if found.strategy == "log" and found.differentials is not None:
+    if found.strategy == "log" and found.differentials is not None and not found.damaged:
         made.append((command("timeline"), "which step went wrong?"))
     made.append(("start the training script again", f"it goes on at step {last}"))
     return made

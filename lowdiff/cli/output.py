@@ -50,8 +50,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -
     if not heads:
         made.add_column(style="bold")
         made.add_column(overflow="fold")
-    for head in heads:
-        made.add_column(head, overflow="fold")
+    for number, head in enumerate(heads):
+        made.add_column(head, overflow="fold", no_wrap=number == 0)
     for row in rows:
         made.add_row(*row)
     return made

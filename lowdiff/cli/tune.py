@@ -53,7 +53,7 @@ ReplicaOverhead = Annotated[
         min=0,
         metavar="P",
         help="What strategy replica adds to a step, as a share of it; the default was measured on "
-        "CPUs, see docs/benchmarks.md.",
+        "CPUs, see docs/benchmarks.md; `plan` counts with more where a CPU cannot apply steps of that size in time.",
     ),
 ]
 SurvivorsOverhead = Annotated[
@@ -285,6 +285,7 @@ def plan(
     )
     from lowdiff.tuner import units
     from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job, spread
+    from lowdiff.tuner.side_by_side import replica_overhead_share
 
     # Options that the user typed. Values do not tell, because a user may type a default.
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -310,6 +311,8 @@ def plan(
         restart_seconds=units.seconds(restart),
         store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
+    if "replica_overhead" not in typed:
+        replica_overhead = replica_overhead_share(job.params / job.gpus, job.step_seconds)
     question = question_of_plan(
         job,
         mtbf_seconds=units.seconds(mtbf),

@@ -367,7 +367,7 @@ def question_of_plan(
     return Question(
         title=(
             f"{job.params:.3g} parameters, {job.optimizer}, TopK({job.density:g}{bits}), on "
-            f"{job.gpus:,} GPUs"
+            f"{job.gpus:,} {'GPU' if job.gpus == 1 else 'GPUs'}"
         ),
         costs=measured.costs,
         estimates=measured.estimates,

@@ -64,21 +64,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(data, path)
 
 
-def read_either(path: Path, damage: list[DamagedFile] | None = None) -> dict[str, Any]:
+def read_either(
+    path: Path, damage: list[DamagedFile] | None = None, *, with_copy: bool = False
+) -> dict[str, Any]:
     """Read a document of `write_twice`, or its copy if the document is damaged.
 
     Args:
         path: Of the document.
         damage: Gets the error of a document whose copy served.
+        with_copy: Whether to look at the copy of a good document, too, whose error then joins these.
 
     Raises:
         DamagedFile: If both are damaged, or there is no copy.
         OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
-        return read_json(path)
+        document = read_json(path)
     except DamagedFile as error:
         damaged = error
+    else:
+        if with_copy and damage is not None:
+            try:
+                read_json(copy_of(path))
+            except FileNotFoundError:
+                pass  # of an earlier version
+            except DamagedFile as error:
+                damage.append(error)
+        return document
     try:
         document = read_json(copy_of(path))
     except (FileNotFoundError, DamagedFile):

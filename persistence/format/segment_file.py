@@ -123,7 +123,7 @@ class SegmentFile:
             self.is_cut_in_footer = rest < len(footer)
             what = "its footer is cut short" if self.is_cut_in_footer else what
         elif self.footer is not None:
-            what = "its footer is not that of its records, which can all be read"
+            what = "its footer lists other records than can be read before it"
         return DamagedFile(self.path, what, offset=self.end)
 
     def footer_to_write(self) -> bytes | None:

@@ -96,7 +96,7 @@ def scan(
         NotARun: If the folder holds no run.
     """
     damage: list[DamagedFile] = []
-    run_id = read_run_id(folder, damage)
+    run_id = read_run_id(folder, damage, with_copy=check_all)
     records: dict[tuple[int, int], RankRecords] = {}
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
@@ -111,7 +111,7 @@ def scan(
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
-    fences, unreadable = _fences(folder, run_id, damage, damage)
+    fences, unreadable = _fences(folder, run_id, damage, damage, with_copies=check_all)
     add_segments(folder, run_id, records, damage, check=check_all)
     # Read retention.json last: removals are recorded before deletion, so a missing segment is
     # listed.
@@ -247,6 +247,8 @@ def _fences(
     run_id: str,
     damage: list[DamagedFile],
     mended: list[DamagedFile] | None = None,
+    *,
+    with_copies: bool = False,
 ) -> tuple[dict[int, Fence], frozenset[int]]:
     """Return complete fences by number, and numbers with an unreadable fence.
 
@@ -254,13 +256,14 @@ def _fences(
         folder: The run folder.
         run_id: Identity of the run.
         damage: Gets errors of fences that cannot be read.
-        mended: Gets errors of those whose copies serve.
+        mended: Gets errors of those whose copies serve, or whose copies are damaged.
+        with_copies: Whether to look at the copies of good ones.
     """
     by_number: dict[int, dict[int, Fence]] = {}
     unreadable = set()
     for number, rank, path in folder.fences():
         try:
-            fence = read_fence(path, mended)
+            fence = read_fence(path, mended, with_copy=with_copies)
             if (fence.run_id, fence.incarnation, fence.rank) != (run_id, number, rank):
                 raise DamagedFile(path, "it belongs to another run, incarnation or rank")
         except DamagedFile as error:

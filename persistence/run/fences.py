@@ -130,8 +130,10 @@ def known_run_id(folder: RunFolder) -> str | None:
     return None
 
 
-def read_run_id(folder: RunFolder, damage: list[DamagedFile] | None = None) -> str:
-    """Return the run's identity; ``damage`` gets the error of a ``run.json`` whose copy served.
+def read_run_id(
+    folder: RunFolder, damage: list[DamagedFile] | None = None, *, with_copy: bool = False
+) -> str:
+    """Return the run's identity; for ``damage`` and ``with_copy`` see `read_either`.
 
     Raises:
         NotARun: If the folder holds no run.
@@ -144,7 +146,7 @@ def read_run_id(folder: RunFolder, damage: list[DamagedFile] | None = None) -> s
         named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]
         inside = f"; runs in it: {', '.join(named)}" if runs else ""
         raise NotARun(folder.root, f"it has no run.json{inside}")
-    run_id = str(read_either(folder.run_file, damage).get("run_id", ""))
+    run_id = str(read_either(folder.run_file, damage, with_copy=with_copy).get("run_id", ""))
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
         raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")
     return run_id
@@ -234,17 +236,20 @@ def write_missing_fences(folder: RunFolder, fences: Iterable[Fence]) -> None:
             write_fence(folder, fence)
 
 
-def read_fence(path: Path, damage: list[DamagedFile] | None = None) -> Fence:
-    """Read a fence, or its copy if it is damaged.
+def read_fence(
+    path: Path, damage: list[DamagedFile] | None = None, *, with_copy: bool = False
+) -> Fence:
+    """Read a fence, or its copy if it is damaged; see `read_either`.
 
     Args:
         path: Of the fence.
         damage: Gets the error of a fence whose copy served.
+        with_copy: Whether to look at the copy in any case.
 
     Raises:
         DamagedFile: If the fence is damaged, and its copy does not serve.
     """
-    document = read_either(path, damage)
+    document = read_either(path, damage, with_copy=with_copy)
     try:
         return _fence(document)
     except (TypeError, KeyError, ValueError, AttributeError) as error:

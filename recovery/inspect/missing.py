@@ -59,7 +59,14 @@ def missing_steps(
     found = [*_gaps(catalog, ranges), *_void(catalog)]
     if died is not None:
         found += _tail(catalog, ranges, died)
-    return tuple(sorted(found, key=lambda missing: missing.first))
+    joined: list[MissingSteps] = []
+    for missing in sorted(found, key=lambda missing: missing.first):
+        before = joined[-1] if joined else None
+        if before and before.last == missing.first - 1 and before.why == missing.why:
+            joined[-1] = MissingSteps(before.first, missing.last, missing.why)
+        else:
+            joined.append(missing)
+    return tuple(joined)
 
 
 def _tail(
@@ -109,17 +116,27 @@ def _parts(
         # The base of a later one is a step of the one before.
         begin = max(first, span.base + (span is not spans[0]))
         end = last if span.last is None else min(last, span.last)
-        if begin <= end:
-            yield MissingSteps(begin, end, _why(catalog, span, begin, end))
+        fence = catalog.incarnations[span.incarnation]
+        if begin <= end and not fence.logs_steps:
+            why = f"strategy {fence.strategy} keeps no steps between snapshots"
+            yield MissingSteps(begin, end, why)
+        elif begin <= end:
+            yield from _of_log(catalog, span, begin, end)
 
 
-def _why(catalog: Catalog, span: Span, first: int, last: int) -> str:
-    fence = catalog.incarnations[span.incarnation]
-    if not fence.logs_steps:
-        return f"strategy {fence.strategy} keeps no steps between snapshots"
-    if catalog.collected.holds(span.incarnation, last):
-        return "removed by retention"
-    return why_not(catalog, first)
+def _of_log(catalog: Catalog, span: Span, first: int, last: int) -> Iterator[MissingSteps]:
+    """Divide steps of a log into those that retention removed, and those that are missing for another reason."""
+    begin = first
+    for owner, a, b in catalog.collected.ranges:
+        if owner != span.incarnation or a > last or b < begin:
+            continue
+        a -= a - 1 == span.base  # the snapshot that it follows went with it
+        if begin < a:
+            yield MissingSteps(begin, a - 1, why_not(catalog, begin))
+        yield MissingSteps(max(begin, a), min(last, b), "removed by retention")
+        begin = b + 1
+    if begin <= last:
+        yield MissingSteps(begin, last, why_not(catalog, begin))
 
 
 def _void(catalog: Catalog) -> Iterator[MissingSteps]:

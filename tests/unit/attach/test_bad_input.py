@@ -355,6 +355,18 @@ def test_a_run_whose_identity_or_fence_is_damaged_goes_on_by_its_copy_and_says_s
     assert f"{path} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["run.copy", "incarnations/i000000/rank-0000.copy"])
+def test_a_damaged_copy_is_named_while_it_can_be_made_again(tmp_path: Path, name: str) -> None:
+    Loop(tmp_path).run(6)
+    flip(tmp_path / "run" / name, 30)
+    for failures in (
+        inspect(tmp_path / "run").damage,
+        [failure.message for failure in verify(tmp_path / "run").failures],
+    ):
+        assert [name in failure for failure in failures] == [True]
+    assert inspect(tmp_path / "run").recoverable == StepRange(0, 6)
+
+
 def test_a_damaged_fence_of_the_newest_incarnation_rolls_nothing_back_unasked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

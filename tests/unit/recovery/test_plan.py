@@ -109,7 +109,7 @@ def test_ranges_that_touch_are_one() -> None:
 
 def test_a_step_before_the_first_snapshot_is_gone() -> None:
     made = catalog([life(0)], [(0, 5)], {(0, 0): range(1, 8)})
-    with pytest.raises(StepNotFound, match="no snapshot lies at or before it"):
+    with pytest.raises(StepNotFound, match="no snapshot that can be read lies at or before it"):
         plan_recovery(made, 4)
 
 
