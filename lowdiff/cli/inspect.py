@@ -152,6 +152,8 @@ def _lost(found: Inspection) -> Iterator[tuple[str, str]]:
         last = missing.last
         told = f"after {missing.first - 1}" if last is None else span(missing.first, last)
         steps.setdefault(missing.why, []).append(told)
+    if len(steps) > _REASONS_SHOWN:
+        yield "not there", f"and {len(steps) - _REASONS_SHOWN} earlier stretches; --json has all"
     for why, spans in list(steps.items())[-_REASONS_SHOWN:]:
         yield "not there", f"{', '.join(_newest(spans))}: {why}"
 
@@ -174,8 +176,10 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
         elsewhere = ["lowdiff", "inspect", run, "--staging", found.staging_elsewhere]
         made.append((shlex.join(elsewhere), "are there more steps? On the machine that trained"))
     if found.recoverable is None:
-        if not found.damaged:
+        if not found.incarnations:
             made.append(("start the training script", "it begins anew, nothing is there yet"))
+        elif not found.damaged:
+            made.append((command("verify"), "what is missing?"))
         return made
     first, last = found.recoverable.first, found.recoverable.last
     made.append((command("recover", "--out", "newest.pt"), f"step {last}, for torch.load"))
@@ -184,7 +188,8 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
         made.append((command("recover", *earlier), f"any step from {first} to {last}"))
     if found.strategy == "log" and found.differentials is not None and not found.damaged:
         made.append((command("timeline"), "which step went wrong?"))
-    made.append(("start the training script again", f"it goes on at step {last}"))
+    doubt = " at least, or where that leads" if found.staging_elsewhere else ""
+    made.append(("start the training script again", f"it goes on at step {last}{doubt}"))
     return made
 
 

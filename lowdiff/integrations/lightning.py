@@ -38,7 +38,11 @@ from lowdiff.errors import ConfigError, RunMismatch, UsageError
 
 try:
     import lightning
-    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
     from lightning.pytorch.loops.fit_loop import _FitLoop
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.plugins.precision.precision import Precision
@@ -150,7 +154,7 @@ class _Training:
         """See `LowDiffCallback.on_fit_start`."""
         trainer, loop = self._trainer, self._loop
         _refuse(trainer)
-        with _undrawn(loop):
+        with _undrawn(trainer):
             loop.setup_data()
         loader = _loader_of(loop)
         progress = _Progress(trainer, self._checkpointer)
@@ -158,11 +162,10 @@ class _Training:
         objects: dict[str, Any] = {
             f"scheduler{i}": scheduler for i, scheduler in enumerate(self._schedulers)
         }
-        averages = _averages(trainer)
-        self._averaging = [owner for owner, _ in averages]
-        objects |= {f"average{i}": average for i, (_, average) in enumerate(averages)}
+        objects |= {f"average{i}": average for i, average in enumerate(_averages(trainer))}
+        self._averaging = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
         saved = [_Saved(trainer, owner) for owner in _with_hooks(trainer)]
-        objects |= {f"checkpoint of {part.name}": part for part in saved}
+        objects |= {f"checkpoint{i} of {part.name}": part for i, part in enumerate(saved)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             objects["scaler"] = scaler
@@ -180,9 +183,9 @@ class _Training:
                 raise RunMismatch(
                     f"step {step} of the run has no state of Lightning: another loop made it. Name another folder"
                 )
+            is_within_epoch = progress.restore()
             for part in saved:
                 part.restore()
-            is_within_epoch = progress.restore()
             if type(objects.get("loader")) is not _Positioned and loader is not None:
                 self._checkpointer.batch_of(loader)  # Lightning counts on where the epoch was
         progress.found = None  # of a run that made no step, too
@@ -257,7 +260,7 @@ class _Training:
             delattr(owner, name)
 
     def _begin_first_epoch(self) -> None:
-        """Make the iteration that the loop has itself made without lowdiff, where that draws its seed."""
+        """Make the first iteration over the loader where the loop makes it without lowdiff."""
         if self._is_unbegun:
             self._is_unbegun = False
             iter(self._loop._data_fetcher)
@@ -304,7 +307,9 @@ class _Training:
         """Put the averages into the model of a run that was finished already, as its training did at its end."""
         if self._is_first and self._is_resumed:
             for callback in self._averaging:
-                callback.on_train_end(self._trainer, self._trainer.lightning_module)
+                WeightAveraging.on_train_end(
+                    callback, self._trainer, self._trainer.lightning_module
+                )
 
     def finish(self) -> None:
         """Restore the generators of a run that is finished already."""
@@ -314,7 +319,7 @@ class _Training:
     def _commit(self) -> None:
         """Commit, if an optimizer stepped since the last commit."""
         step = self._trainer.global_step
-        if [id(s) for s in _schedulers_of(self._trainer)] != [id(s) for s in self._schedulers]:
+        if _schedulers_of(self._trainer) != self._schedulers:
             raise UsageError(
                 f"a callback put another scheduler into the Trainer by step {step}; only those that "
                 "configure_optimizers made are part of the run. Let one scheduler do both (SequentialLR, say)"
@@ -401,14 +406,14 @@ class _Saved:
 
 
 def _with_hooks(trainer: Any) -> list[Any]:
-    """Return callbacks, and the module, that write into a checkpoint or read from it, but those with an average."""
-    averaging = [owner for owner, _ in _averages(trainer)]
-    owners = [c for c in trainer.callbacks if not any(c is other for other in averaging)]
+    """Return callbacks, and the module, that write into a checkpoint or read from it."""
     return [
         owner
-        for owner in (*owners, trainer.lightning_module)
+        for owner in (*trainer.callbacks, trainer.lightning_module)
         if any(
             is_overridden(hook, owner, kind)
+            # What these hold is an average, which is attached.
+            and getattr(type(owner), hook) is not getattr(WeightAveraging, hook)
             for kind in (lightning.Callback, lightning.LightningModule)
             if isinstance(owner, kind)
             for hook in ("on_save_checkpoint", "on_load_checkpoint")
@@ -416,14 +421,10 @@ def _with_hooks(trainer: Any) -> list[Any]:
     ]
 
 
-def _averages(trainer: Any) -> list[tuple[Any, AveragedModel]]:
-    """Return the averages of weights that callbacks keep, each with its owner."""
-    return [
-        (callback, value)
-        for callback in trainer.callbacks
-        for value in vars(callback).values()
-        if isinstance(value, AveragedModel)
-    ]
+def _averages(trainer: Any) -> list[AveragedModel]:
+    """Return the averages of weights that callbacks keep, also in lists and dicts of theirs."""
+    kept = (leaf for callback in trainer.callbacks for leaf in tree_leaves(vars(callback)))
+    return [leaf for leaf in kept if isinstance(leaf, AveragedModel)]
 
 
 def _schedulers_of(trainer: Any) -> list[Any]:
@@ -431,20 +432,29 @@ def _schedulers_of(trainer: Any) -> list[Any]:
 
 
 @contextmanager
-def _undrawn(loop: Any) -> Iterator[None]:
+def _undrawn(trainer: Any) -> Iterator[None]:
     """Leave random generators as they are, although a loader's first iteration is made and thrown away."""
-    given = loop._data_source.instance
-    loaders = tree_leaves(given)
-    owned = [
-        generator
-        for loader in loaders
-        for generator in (getattr(loader, "generator", None),)
-        if isinstance(generator, torch.Generator)
-    ]
-    states = [generator.get_state() for generator in owned]
-    with torch.random.fork_rng(devices=[]):
-        yield
-    for generator, state in zip(owned, states, strict=True):
+    strategy, states = trainer.strategy, list[tuple[torch.Generator, torch.Tensor]]()
+    original = strategy.process_dataloader
+
+    def note(loader: Any) -> Any:
+        """Keep the states of a loader's own generators; Lightning iterates over it only after that."""
+        made = original(loader)
+        sampler = getattr(made, "sampler", None)
+        batches = getattr(made, "batch_sampler", None)
+        for owner in (made, sampler, batches, getattr(batches, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                states.append((generator, generator.get_state()))
+        return made
+
+    strategy.process_dataloader = note
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        del strategy.process_dataloader
+    for generator, state in states:
         generator.set_state(state)
 
 

@@ -19,15 +19,17 @@ _GUEST = "guest"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds a lock exclusively; False where there is none.
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process of this machine holds a lock exclusively; None if that cannot be asked.
 
-    Needs no right to write. Whoever wants the lock at this very moment waits for an instant.
+    Unlike `is_held` it needs no right to write. Whoever wants the lock at this very moment waits for an instant.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return None
     try:
         return not _try_lock(descriptor, fcntl.LOCK_SH)
     except OSError:

@@ -28,10 +28,7 @@ def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) 
 
 
 def write_twice(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
-    """Write a JSON document that never changes, and a copy beside it: without it nothing of a run can be read.
-
-    Whoever is first with the document writes the copy.
-    """
+    """Write a JSON document that never changes, and a copy beside it: without it nothing of a run can be read."""
     write_json(path, content, exclusive=exclusive)
     write_json(copy_of(path), content)
 
@@ -55,13 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DamagedFile: If the file is not JSON of lowdiff or fails its checksum.
         OtherFormat: If a lowdiff of another format version wrote it.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DamagedFile(path, f"it cannot be read ({error})") from error
-    return parse_json(data, path)
+    return _good(path)[1]
 
 
 def read_either(
@@ -78,26 +69,54 @@ def read_either(
         DamagedFile: If both are damaged, or there is no copy.
         OtherFormat: If a lowdiff of another format version wrote it.
     """
+    return _either(path, damage, with_copy=with_copy)[1]
+
+
+def good_bytes(path: Path) -> bytes:
+    """Return the bytes of a document of `write_twice`, or of its copy if the document is damaged; see `read_either`."""
+    return _either(path)[0]
+
+
+def _either(
+    path: Path, damage: list[DamagedFile] | None = None, *, with_copy: bool = False
+) -> tuple[bytes, dict[str, Any]]:
     try:
-        document = read_json(path)
+        good = _good(path)
     except DamagedFile as error:
         damaged = error
     else:
         if with_copy and damage is not None:
-            try:
-                read_json(copy_of(path))
-            except FileNotFoundError:
-                pass  # of an earlier version
-            except DamagedFile as error:
-                damage.append(error)
-        return document
+            damage += _damage_of_copy(path, good[0])
+        return good
     try:
-        document = read_json(copy_of(path))
+        good = _good(copy_of(path))
     except (FileNotFoundError, DamagedFile):
         raise damaged  # noqa: B904  with the cause that it has
     if damage is not None:
         damage.append(DamagedFile(path, f"{damaged.what}; its copy serves"))
-    return document
+    return good
+
+
+def _damage_of_copy(path: Path, content: bytes) -> list[DamagedFile]:
+    copy = copy_of(path)
+    try:
+        is_same = _good(copy)[0] == content
+    except FileNotFoundError:
+        return []  # earlier versions wrote none
+    except DamagedFile as error:
+        return [error]
+    return [] if is_same else [DamagedFile(copy, f"it is no copy of {path.name}")]
+
+
+def _good(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the bytes of a document, and what they say."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    return data, parse_json(data, path)
 
 
 def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:

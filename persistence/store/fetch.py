@@ -29,7 +29,7 @@ from lowdiff.persistence.files.paths import (
     RunFile,
     RunFolder,
 )
-from lowdiff.persistence.format.document import parse_json, read_json
+from lowdiff.persistence.format.document import parse_json, read_either
 from lowdiff.persistence.format.framing import FileHeader, sound_end
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -157,7 +157,7 @@ def compare_document(store: ObjectStore, folder: RunFolder, name: str, there: by
     path = folder.root / name
     said = parse_json(there, f"{store.url.rstrip('/')}/{name}")
     try:
-        found = read_json(path)
+        found = read_either(path)
     except DamagedFile as error:
         what = f"{error.what}; remove it to take that of {store.url}"
         raise DamagedFile(path, what) from error

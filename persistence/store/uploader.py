@@ -19,6 +19,7 @@ from pathlib import Path
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
+from lowdiff.persistence.format.document import good_bytes
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.plan import (
@@ -178,7 +179,7 @@ class Uploader:
             await self._upload_constants()
         fences = [path for _, rank, path in folder.fences() if self._settings.serves(rank)]
         for path in [folder.run_file, *fences]:
-            content = await asyncio.to_thread(path.read_bytes)
+            content = await asyncio.to_thread(good_bytes, path)
             await self._client.create("fences", folder.name(path), content)
         await self._take_stock()
 

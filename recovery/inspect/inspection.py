@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.core.events import Code
-from lowdiff.errors import RunInUse
+from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.lease import LEASE_SECONDS, LeaseSeen, look_at_lease
 from lowdiff.persistence.files.locks import is_locked
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.run.frozen_parameters import check_constants
 from lowdiff.persistence.run.owner import Owner
 from lowdiff.persistence.run.records import shared_ranges
 from lowdiff.persistence.staging.status import holds_state
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
+from lowdiff.recovery.damage import Finding, judge
+from lowdiff.recovery.inspect.legs import looked_at
 from lowdiff.recovery.inspect.missing import Died, MissingSteps, missing_steps
 from lowdiff.recovery.plan import bytes_of, decisions, recoverable, spans_of, usable_snapshots
 from lowdiff.types import Decision, Reached
@@ -159,11 +162,17 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         num_steps = sum(map(len, catalog.records.values()))
         is_read = not is_url(run) and stored <= _SMALL_BYTES and num_steps <= _FEW_STEPS
         if is_read:
-            catalog = scan(folder, [root], check_all=True)
+            catalog = looked_at(folder, root)
+        failures, _ = judge(folder, catalog, check_all=is_read)
         lease = look_at_lease(folder.lease)  # a file: the scan refuses links and pipes
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
         fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
+        if is_read and fence is not None and fence.constants:
+            try:
+                check_constants(folder, fence.constants)
+            except DamagedFile as error:
+                failures.append(Finding.of(error))
         specs = () if fence is None else fence.layout.parameters
         names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
         ranges = tuple(StepRange(first, last) for first, last in found)
@@ -186,7 +195,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
             optimizer=None if not names else names[0] if len(names) == 1 else names,
             incarnations=len(folder.incarnations()),
             snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
-            damaged=len({error.path for error in catalog.damage}),
+            damaged=len({failure.path for failure in failures}),
             pins=tuple(
                 PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
                 for pin in catalog.pins
@@ -200,7 +209,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
             written_at_unix_seconds=None if is_url(run) else _written_at(folder),
             missing=missing_steps(catalog, found, died),
             is_read=is_read,
-            damage=tuple(str(error) for error in catalog.damage),
+            damage=tuple(failure.message for failure in failures),
             staging_elsewhere="" if died is None or died.is_gone or died.other else died.staging,
         )
 
@@ -209,7 +218,9 @@ def _trainer(folder: RunFolder, lease: LeaseSeen | None) -> str:
     """Describe who trains the run now; whoever died keeps the lease."""
     if lease is None or not lease.is_held:
         return ""
-    is_alive = is_locked(folder.lock(0)) if lease.is_here else lease.age_seconds <= LEASE_SECONDS
+    is_alive = is_locked(folder.lock(0)) if lease.is_here else None
+    if is_alive is None:  # on another machine, or the lock may not be read
+        is_alive = lease.age_seconds <= LEASE_SECONDS
     return lease.holder if is_alive else ""
 
 
@@ -220,7 +231,8 @@ def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
         return None
     reached = Reached.of(lease.remark)
     staging = catalog.incarnations[newest].staging
-    seen = [stage for stage in catalog.staging if stage.incarnation == newest]
+    ranks = {stage.rank for stage in catalog.staging if stage.incarnation == newest}
+    seen = len(ranks) == catalog.incarnations[newest].world_size
     others = (
         Owner.read(stage)
         for stage in StagingFolder.all_of_run(root, catalog.run_id)
@@ -229,7 +241,7 @@ def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
     return Died(
         committed=reached.step if reached is not None and reached.incarnation == newest else -1,
         staging="" if seen else staging,
-        is_gone=lease.is_here and root.resolve() == Path(staging),
+        is_gone=root.resolve() == Path(staging) and not ranks,
         who=lease.holder,
         other="" if seen else next((owner.run for owner in others if owner is not None), ""),
     )

@@ -98,9 +98,10 @@ def _gaps(catalog: Catalog, ranges: Sequence[tuple[int, int]]) -> Iterator[Missi
     if not spans:
         return
     if spans[0].base and catalog.incarnations[spans[0].incarnation].parent is not None:
-        # Retention has removed the incarnation that made them, with its fence.
         before = min([spans[0].base, *(first for first, _ in ranges)])
-        yield MissingSteps(0, before - 1, "removed by retention")
+        yield MissingSteps(
+            0, before - 1, "of incarnations of which retention, or damage, left nothing"
+        )
     begin = spans[0].base
     for first, last in ranges:
         if begin < first:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,13 @@ from lowdiff.errors import (
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.retention.plan import is_valid
-from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
+from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, gap_after, judge, lost_after
 from lowdiff.recovery.engine import look_again
+from lowdiff.recovery.inspect.legs import Leg, legs_of, looked_at, newest_recoverable
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import (
     decisions,
@@ -47,8 +46,6 @@ from lowdiff.recovery.replica.recover import (
     with_steps_in_memory,
 )
 from lowdiff.recovery.search import Progress, carry_out, reporting
-
-_LOOKS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +181,10 @@ def _verify(
     options: ReplayOptions,
     progress: Progress | None,
 ) -> VerifyReport:
-    catalog = _look(folder, root)
+    catalog = looked_at(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
     notes += [Finding(str(decision)) for decision in decisions(catalog)]
-    legs = _legs_of(catalog)
+    legs = legs_of(catalog)
     # What is compared with is a second state.
     loaded = (sum(s.bytes for s in (leg.base, leg.target) if s is not None) for leg in legs)
     check_memory(max(loaded, default=0))
@@ -205,7 +202,7 @@ def _verify(
     failures += [o.failure for o in outcomes if o.failure is not None]
     notes += [o.note for o in outcomes if o.note is not None]
     if legs:
-        lost = lost_after(catalog, _newest_recoverable(catalog))
+        lost = lost_after(catalog, newest_recoverable(catalog))
         failures += [] if lost is None else [lost]
     else:
         try:
@@ -233,34 +230,6 @@ def _lost_pins(catalog: Catalog, there: Sequence[tuple[int, int]]) -> list[Findi
         for pin in catalog.pins
         if is_valid(spans, pin) and not any(first <= pin.step <= last for first, last in there)
     ]
-
-
-def _look(folder: RunFolder, root: Path) -> Catalog:
-    """Everything, compared with its checksums, which takes a while: a live run goes on meanwhile.
-
-    A snapshot that came after differentials were listed makes those that lead to it look lost, and
-    so does retention that was at them. So a gap counts if another look still has it, at what led
-    to the snapshots of the look before: within a life, a writer makes that durable before them.
-    """
-    catalog = scan(folder, [root], check_all=True)
-    deadline = time.monotonic() + _LOOKS_SECONDS
-    while True:
-        legs = _legs_of(catalog)
-        if legs and not any(leg.gap for leg in legs):
-            return catalog
-        known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
-        now = scan(folder, [root], check_all=True)
-        before = replace(now, snapshots=tuple(s for s in now.snapshots if s.folder in known))
-        # Retention begins with the oldest: while the newest is there, so is all that follows it.
-        if _newest_snapshot(before) >= max(_newest_snapshot(catalog), 0):
-            return before
-        if time.monotonic() > deadline:
-            return before if before.snapshots else now
-        catalog = now
-
-
-def _newest_snapshot(catalog: Catalog) -> int:
-    return max((snapshot.step for snapshot in usable_snapshots(catalog)), default=-1)
 
 
 def _in_memory(
@@ -295,22 +264,6 @@ def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
-    """One replay to do.
-
-    Attributes:
-        target: The snapshot it leads to; None if it ends elsewhere.
-        last: The last step it leads to.
-        gap: Why it leads to no later one, where that is a loss.
-    """
-
-    base: SnapshotSet
-    target: SnapshotSet | None
-    last: int
-    gap: Finding | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """Outcome of a leg, or of what is in memory.
@@ -326,29 +279,8 @@ class _Outcome:
     replayed: Replayed | None = None
 
 
-def _legs_of(catalog: Catalog) -> list[_Leg]:
-    """All replays to do, in order of steps."""
-    snapshots = usable_snapshots(catalog)
-    legs = []
-    for base, target in pairwise(snapshots):
-        last = base.step + len(steps_after(catalog, base.step, target.step))
-        if last == target.step:
-            legs.append(_Leg(base, target, last))
-        elif (gap := gap_after(catalog, last)) or last > base.step:
-            legs.append(_Leg(base, None, last, gap))
-    newest = _newest_recoverable(catalog)
-    if snapshots and (newest > snapshots[-1].step or not legs):
-        legs.append(_Leg(snapshots[-1], None, newest))
-    return legs
-
-
-def _newest_recoverable(catalog: Catalog) -> int:
-    """The newest step that can be rebuilt, -1 if none can."""
-    return max((last for _, last in recoverable(catalog)), default=-1)
-
-
 def _prove(
-    folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
+    folder: RunFolder, root: Path, catalog: Catalog, leg: Leg, options: ReplayOptions
 ) -> _Outcome:
     """Replay one leg, and compare."""
 
@@ -370,7 +302,7 @@ def _prove(
     return (outcome.failure and _overtaken(catalog, leg)) or outcome
 
 
-def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
+def _overtaken(catalog: Catalog, leg: Leg) -> _Outcome | None:
     """Look again at a leg that is not as it was seen: a live run removes and replaces files."""
     changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
     reached = leg.base.step + len(steps_after(catalog, leg.base.step, leg.last))
@@ -398,7 +330,7 @@ def _is_as_seen(snapshot: SnapshotSet) -> bool:
         return True  # nobody meant to
 
 
-def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
+def _compare(catalog: Catalog, leg: Leg, options: ReplayOptions) -> _Outcome:
     overtaken = _overtaken(catalog, leg)
     if overtaken is not None:
         return overtaken

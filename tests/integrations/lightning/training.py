@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
@@ -162,22 +163,24 @@ class Kind:
 class Streak(lightning.Callback):
     """A callback that keeps its state in a checkpoint of Lightning's, as older ones do: a number and a tensor."""
 
-    def __init__(self) -> None:
-        self.mean, self.seen = torch.zeros(3), 0
+    def __init__(self, factor: float = 0.9) -> None:
+        self.factor, self.mean, self.seen = factor, torch.zeros(3), 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Average the loss."""
         self.seen += 1
-        self.mean = 0.9 * self.mean + outputs["loss"].detach()
+        self.mean = self.factor * self.mean + outputs["loss"].detach()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Put it in."""
         assert checkpoint["state_dict"].keys() == pl_module.state_dict().keys()
-        checkpoint["streak"] = {"mean": self.mean, "seen": self.seen}
+        checkpoint[f"streak{self.factor}"] = {"mean": self.mean, "seen": self.seen}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take it back."""
-        self.mean, self.seen = checkpoint["streak"]["mean"], checkpoint["streak"]["seen"]
+        assert checkpoint["global_step"] == trainer.global_step > 0
+        found = checkpoint[f"streak{self.factor}"]
+        self.mean, self.seen = found["mean"], found["seen"]
 
     def kept(self) -> list[Any]:
         """What is compared."""
@@ -194,6 +197,42 @@ class Ema(EMAWeightAveraging):
         """What is compared."""
         assert self._average_model is not None
         return [self._average_model.state_dict()]
+
+
+class Averages(lightning.Callback):
+    """Several averages in a dict, and a hook beside them."""
+
+    def __init__(self) -> None:
+        self.averages: dict[str, AveragedModel] = {}
+        self.epochs = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make them."""
+        self.averages = {
+            str(decay): AveragedModel(pl_module.net, multi_avg_fn=get_ema_multi_avg_fn(decay))
+            for decay in (0.5, 0.9)
+        }
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Update them."""
+        for average in self.averages.values():
+            average.update_parameters(pl_module.net)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Count."""
+        self.epochs += 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the count in."""
+        checkpoint["epochs"] = self.epochs
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take it back."""
+        self.epochs = checkpoint["epochs"]
+
+    def kept(self) -> list[Any]:
+        """What is compared."""
+        return [self.epochs, *(average.state_dict() for average in self.averages.values())]
 
 
 class Remembers(Regression):
@@ -270,12 +309,13 @@ KINDS = {
     "plateau": Kind(dict(max_epochs=3, val_check_interval=0.5), scheduler="plateau"),
     "stops early": Kind(dict(max_epochs=20), rate=1.0, patience=2),
     "short epochs": Kind(dict(max_epochs=3, limit_train_batches=5, precision="bf16-mixed")),
+    "own generators": Kind(dict(max_epochs=2), loader=dict(generator=torch.Generator().manual_seed(4))),
     "workers": Kind(dict(max_steps=18), loader=dict(num_workers=2, persistent_workers=True)),
     "torchdata": Kind(dict(max_steps=18), stateful=True),
     "replica": Kind(dict(max_steps=18), settings={}),
     "average": Kind(dict(max_epochs=2, val_check_interval=4, accumulate_grad_batches=2), more=lambda: [Ema()]),
     "average as is": Kind(dict(max_epochs=2, val_check_interval=4), settings={}, more=lambda: [Ema()]),
-    "hooks": Kind(dict(max_epochs=2), model=Remembers, more=lambda: [Streak()]),
+    "hooks": Kind(dict(max_epochs=2), model=Remembers, more=lambda: [Streak(), Streak(0.5), Averages()]),
     "stochastic": Kind(
         dict(max_epochs=4), scheduler="epoch", more=lambda: [StochasticWeightAveraging(swa_lrs=1e-2)]
     ),
