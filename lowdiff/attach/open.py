@@ -56,10 +56,9 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import HookState
+from lowdiff.tuner.side_by_side import REPLICA_SECONDS_PER_ELEMENT
 from lowdiff.types import Decision, Fence, Origin
 
-#: Adam of 124 million elements took a replica 1.5 s beside one H200: docs/benchmarks.md, "The first run".
-_REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
 #: So few take a quarter of a second.
 _FAST_REPLICA_ELEMENTS = 20_000_000
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -292,7 +291,7 @@ def _name_slow_replica(settings: Settings, attached: Attached, world_size: int) 
     shares = shares_of(attached.layout, world_size)
     largest = max(sum(parameters[i].numel for i in share) for share in shares)
     if largest > _FAST_REPLICA_ELEMENTS:
-        seconds = _REPLICA_SECONDS_PER_ELEMENT * largest
+        seconds = REPLICA_SECONDS_PER_ELEMENT * largest
         Code.REPLICA_ON_ACCELERATOR.warn(
             f'strategy "replica" applies every step to a rank\'s {largest / 1e6:.0f} million elements on the CPU, '
             f"which takes about {seconds:.1f} s by what was measured beside an H200; where steps on "

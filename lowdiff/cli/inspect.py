@@ -176,7 +176,7 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
         elsewhere = ["lowdiff", "inspect", run, "--staging", found.staging_elsewhere]
         made.append((shlex.join(elsewhere), "are there more steps? On the machine that trained"))
     if found.recoverable is None:
-        if not found.incarnations:
+        if not found.incarnations and not found.damaged:
             made.append(("start the training script", "it begins anew, nothing is there yet"))
         elif not found.damaged:
             made.append((command("verify"), "what is missing?"))

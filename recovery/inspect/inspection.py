@@ -168,6 +168,10 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
         fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
+        if not folder.incarnations() and any((*folder.segments(), *folder.snapshots())):
+            path = folder.root / "incarnations"
+            what = f"{path} holds no fence, and what incarnations made is there: bring it back"
+            failures.append(Finding(what, str(path)))
         if is_read and fence is not None and fence.constants:
             try:
                 check_constants(folder, fence.constants)

@@ -180,7 +180,7 @@ def test_all_that_lightnings_own_checkpoint_holds_is_known(tmp_path: Path) -> No
         "optimizer_states": "optimizers",
         "lr_schedulers": "scheduler0",
         **dict.fromkeys(("epoch", "global_step", "loops", "callbacks", "Rows"), "lightning"),
-        "more": "checkpoint of Everything",
+        "more": "checkpoint0 of Everything",
         **dict.fromkeys(("hparams_name", "hyper_parameters"), "the script's"),
         "pytorch-lightning_version": "the environment's",
     }

@@ -80,7 +80,8 @@ def test_it_goes_on_after_a_kill_at(
 
 
 @pytest.mark.parametrize(
-    "name", ["steps", "epochs", "plateau", "short epochs", "average", "hooks", "gan"]
+    "name",
+    ["steps", "epochs", "plateau", "short epochs", "own generators", "average", "hooks", "gan"],
 )
 def test_without_a_compressor_a_training_is_what_it_is_without_lowdiff(
     scripts: Scripts, tmp_path: Path, name: str

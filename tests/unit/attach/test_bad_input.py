@@ -355,6 +355,35 @@ def test_a_run_whose_identity_or_fence_is_damaged_goes_on_by_its_copy_and_says_s
     assert f"{path} is damaged" in caplog.text
 
 
+def test_what_is_damaged_here_is_whole_in_the_store(tmp_path: Path) -> None:
+    Loop(tmp_path).run(4)
+    for name in ("run.json", "incarnations/i000000/rank-0000.json"):
+        flip(tmp_path / "run" / name, 30)
+    url = f"file://{tmp_path / 'store'}"
+    assert Loop(tmp_path, settings={"store": url}).run(6) == 4
+    found = inspect(url)
+    assert found.recoverable is not None
+    assert (found.recoverable.last, found.damage) == (6, ())
+    assert Loop(tmp_path, settings={"store": url}).run(7) == 6
+
+
+def test_frozen_parameters_that_are_damaged_are_named(tmp_path: Path) -> None:
+    model = small_model()
+    model.get_parameter("0.weight").requires_grad_(False)
+    Loop(tmp_path, model=model).run(3)
+    [path] = (tmp_path / "run/constants").iterdir()
+    assert not inspect(tmp_path / "run").damage
+    flip(path, 200)
+    assert [str(path) in damage for damage in inspect(tmp_path / "run").damage] == [True]
+
+
+def test_files_without_a_fence_are_no_run_that_begins_anew(tmp_path: Path) -> None:
+    Loop(tmp_path).run(3)
+    shutil.rmtree(tmp_path / "run/incarnations")
+    found = inspect(tmp_path / "run")
+    assert any("holds no fence" in damage for damage in found.damage)
+
+
 @pytest.mark.parametrize("name", ["run.copy", "incarnations/i000000/rank-0000.copy"])
 def test_a_damaged_copy_is_named_while_it_can_be_made_again(tmp_path: Path, name: str) -> None:
     Loop(tmp_path).run(6)

@@ -10,6 +10,7 @@ import pytest
 
 from lowdiff.errors import DamagedFile, RunMismatch, StoreError
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import copy_of
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, read_records
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import write_fence
@@ -99,6 +100,10 @@ def test_a_damaged_fence_is_named(run: RunFolder, sought: bytes) -> None:
     store = store_of(run)
     path = run.fence(0, 0)
     whole = path.read_bytes()
+    flip(path, whole.index(sought) + len(sought) // 2)
+    fetch_history(store, run, None)  # its copy serves
+    path.write_bytes(whole)
+    copy_of(path).unlink()
     flip(path, whole.index(sought) + len(sought) // 2)
     damaged = path.read_bytes()
     with pytest.raises(DamagedFile, match=r"rank-0000\.json.*; remove it to take that of file:"):

@@ -16,6 +16,7 @@ from crc32c import crc32c
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.persistence.files import locks
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.recovery.inspect.inspection import StepRange, inspect
 from lowdiff.recovery.inspect.missing import MissingSteps
@@ -166,6 +167,23 @@ def test_a_run_that_went_back_names_what_it_made_void(tmp_path: Path) -> None:
     checkpointer.close()
     found = inspect(tmp_path / "run", tmp_path / "staging")
     assert found.missing == (MissingSteps(7, 8, "void, since incarnation 1 went on from step 6"),)
+
+
+def test_a_lock_that_may_not_be_read_leaves_it_to_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any, *_: Any) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    seen = []
+
+    def look(step: int, _: torch.nn.Module) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuse)
+            seen.append(locks.is_locked(RunFolder(tmp_path / "run").lock(0)))
+
+    train(tmp_path, 1, inside=look)
+    assert seen == [None]
 
 
 def test_a_gap_names_what_is_missing_and_the_damaged_file(tmp_path: Path) -> None:
