@@ -25,7 +25,7 @@ from lowdiff.recovery.damage import Finding, judge
 from lowdiff.recovery.inspect.legs import looked_at
 from lowdiff.recovery.inspect.missing import Died, MissingSteps, missing_steps
 from lowdiff.recovery.plan import bytes_of, decisions, recoverable, spans_of, usable_snapshots
-from lowdiff.types import Decision, Reached
+from lowdiff.types import Decision, Fence, Reached
 
 #: What is no more than this is read whole, in about a second.
 _SMALL_BYTES, _FEW_STEPS = 256 << 20, 20_000
@@ -163,20 +163,11 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         is_read = not is_url(run) and stored <= _SMALL_BYTES and num_steps <= _FEW_STEPS
         if is_read:
             catalog = looked_at(folder, root)
-        failures, _ = judge(folder, catalog, check_all=is_read)
         lease = look_at_lease(folder.lease)  # a file: the scan refuses links and pipes
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
         fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
-        if not folder.incarnations() and any((*folder.segments(), *folder.snapshots())):
-            path = folder.root / "incarnations"
-            what = f"{path} holds no fence, and what incarnations made is there: bring it back"
-            failures.append(Finding(what, str(path)))
-        if is_read and fence is not None and fence.constants:
-            try:
-                check_constants(folder, fence.constants)
-            except DamagedFile as error:
-                failures.append(Finding.of(error))
+        failures = _failures(folder, catalog, fence, is_read=is_read)
         specs = () if fence is None else fence.layout.parameters
         names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
         ranges = tuple(StepRange(first, last) for first, last in found)
@@ -218,6 +209,23 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         )
 
 
+def _failures(
+    folder: RunFolder, catalog: Catalog, fence: Fence | None, *, is_read: bool
+) -> list[Finding]:
+    """Return what is damaged; tensors, also frozen ones, are looked at only where all is read."""
+    failures, _ = judge(folder, catalog, check_all=is_read)
+    if not folder.incarnations() and any((*folder.segments(), *folder.snapshots())):
+        path = folder.root / "incarnations"
+        what = f"{path} holds no fence, and what incarnations made is there: bring it back"
+        failures.append(Finding(what, str(path)))
+    if is_read and fence is not None and fence.constants:
+        try:
+            check_constants(folder, fence.constants)
+        except DamagedFile as error:
+            failures.append(Finding.of(error))
+    return failures
+
+
 def _trainer(folder: RunFolder, lease: LeaseSeen | None) -> str:
     """Describe who trains the run now; whoever died keeps the lease."""
     if lease is None or not lease.is_held:
@@ -245,7 +253,7 @@ def _died(catalog: Catalog, lease: LeaseSeen | None, root: Path) -> Died | None:
     return Died(
         committed=reached.step if reached is not None and reached.incarnation == newest else -1,
         staging="" if seen else staging,
-        is_gone=root.resolve() == Path(staging) and not ranks,
+        is_gone=root.resolve() == Path(staging),
         who=lease.holder,
         other="" if seen else next((owner.run for owner in others if owner is not None), ""),
     )

@@ -33,8 +33,8 @@ class Died:
 
     Attributes:
         committed: The newest step that it is known to have committed; -1 where nothing tells.
-        staging: Where its staging memory lies, and is not seen; "" if it is seen.
-        is_gone: Whether this is the place that was looked at, so that the memory does not exist any more.
+        staging: Where its staging memory lies, and is not seen of all ranks; "" if it is seen.
+        is_gone: Whether this is the place that was looked at, so that there is nothing more to look for.
         who: Describes it.
         other: Another run folder, of which this one is a copy or was one, whose staging memory is in that place; "" for none.
     """
@@ -83,7 +83,7 @@ def _tail(
     elif died.other:
         why = f"if any, in staging memory alone: that in {died.staging} is of {died.other}, which has the same id"
     elif died.staging and died.is_gone:
-        why = f"if any, in staging memory alone, and {died.staging} has nothing of this run"
+        why = f"if any, in staging memory alone, and {died.staging} has not that of all ranks"
     elif died.staging:
         why = f"if any, in staging memory alone: {died.staging} on the machine of {died.who}"
     elif last is not None:

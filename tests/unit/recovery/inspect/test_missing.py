@@ -73,7 +73,7 @@ def test_steps_that_went_with_staging_memory_are_named_and_staging_gives_them_ba
     gone = inspect(run, tmp_path / "staging")
     assert gone.staging_elsewhere == ""
     [missing] = gone.missing
-    assert missing.why.endswith("has nothing of this run")
+    assert missing.why.endswith("has not that of all ranks")
 
 
 def test_how_far_it_had_come_is_told_where_the_lease_tells_it(tmp_path: Path) -> None:
