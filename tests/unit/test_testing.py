@@ -78,7 +78,7 @@ def test_it_leaves_what_a_real_kill_leaves(tmp_path: Path, kind: str) -> None:
 
 
 def test_nothing_is_flushed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, before = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     loop = Loop(tmp_path, settings={"batch_size": 64})
     loop.attach()
     for number in range(3):
@@ -90,7 +90,8 @@ def test_nothing_is_flushed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     assert not is_alive(stats["writer_pid"])
     assert lowdiff.recover(tmp_path / "run").step == 0
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 3
-    assert not [t for t in threading.enumerate() if t.name.startswith("lowdiff")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("lowdiff")]
     assert signal.getsignal(signal.SIGTERM) is handler
     loop.step(3)  # of a training without a checkpointer
     with pytest.raises(UsageError):

@@ -214,7 +214,9 @@ def test_a_second_stage_takes_the_weights_of_a_run_that_began_with_others(tmp_pa
     assert second.attach(restore="model") == 0
     assert same(second.weights(), tuned.weights())
     second.checkpointer.close()
-    assert begun(Loop(tmp_path), 1, restore="model") == 0
+    third = Loop(tmp_path)
+    assert begun(third, 1, restore="model") == 0
+    third.die()
 
 
 def test_a_beginning_that_cannot_be_read_is_not_guessed(tmp_path: Path) -> None:
