@@ -146,9 +146,8 @@ class _Training:
         self._is_first = self._is_unbegun = True
         self._is_resumed = False
         self._schedulers: list[Any] = []
-        self._averaging: list[
-            Any
-        ] = []  # callbacks that put an average into the model when training ends
+        #: Callbacks that put an average into the model when training ends.
+        self._averaging: list[Any] = []
 
     def attach(self) -> None:
         """See `LowDiffCallback.on_fit_start`."""
@@ -683,6 +682,14 @@ def _refuse(trainer: Any) -> None:
             raise ConfigError(
                 "StochasticWeightAveraging swaps the scheduler, the weights and the number of epochs while training "
                 "runs; average with WeightAveraging, and give SWALR in configure_optimizers"
+            )
+        if isinstance(callback, WeightAveraging) and any(
+            getattr(type(callback), hook) is not getattr(WeightAveraging, hook)
+            for hook in ("on_save_checkpoint", "on_load_checkpoint")
+        ):
+            raise ConfigError(
+                f"{type(callback).__name__} has other hooks for checkpoints than WeightAveraging, which put the average "
+                "into the weights of a checkpoint; keep more state in its state_dict()"
             )
         if isinstance(callback, BaseFinetuning):
             raise ConfigError(

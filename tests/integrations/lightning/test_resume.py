@@ -191,6 +191,7 @@ def test_a_run_does_not_begin_with_a_checkpoint_of_lightning(
     [
         ("stochastic", "StochasticWeightAveraging swaps the scheduler"),
         ("thaws", "Thaws thaws layers and adds groups"),
+        ("exports", "Exports has other hooks for checkpoints than WeightAveraging"),
         ("fails", "Fails.on_save_checkpoint() raised KeyError"),
         ("holds", "Holds"),
     ],

@@ -235,6 +235,15 @@ class Averages(lightning.Callback):
         return [self.epochs, *(average.state_dict() for average in self.averages.values())]
 
 
+class Exports(Ema):
+    """Saves more than its average."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put a number in."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint["more"] = 1
+
+
 class Remembers(Regression):
     """A module with a running number that only a checkpoint of Lightning's holds."""
 
@@ -321,6 +330,7 @@ KINDS = {
     ),
     "thaws": Kind(dict(max_epochs=3), more=lambda: [Thaws()]),
     "swaps": Kind(dict(max_epochs=2), more=lambda: [Swaps()]),
+    "exports": Kind(dict(max_epochs=1), more=lambda: [Exports()]),
     "fails": Kind(dict(max_epochs=1), more=lambda: [Fails()]),
     "holds": Kind(dict(max_epochs=1), more=lambda: [Holds()]),
     "gan": Kind(dict(max_epochs=2), settings={}, model=Gan),
