@@ -14,7 +14,7 @@ from torch import nn
 from lowdiff.errors import NotARun
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.format.document import write_json
+from lowdiff.persistence.format.document import copy_of, write_json
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.run.catalog import add_segments, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence, read_run_id, write_fence
@@ -275,6 +275,9 @@ def test_a_damaged_fence_is_named(closed: Trained, tmp_path: Path) -> None:
     copy = closed.copied(tmp_path)
     path = RunFolder(copy.run).fence(0, 0)
     flip(path, 40)
+    report = check(copy)
+    assert "its copy serves" in only_failure(report, path)
+    copy_of(path).unlink()
     report = check(copy)
     only_failure(report, path)
     assert "no incarnation has the fences of all its ranks" in report.failures[-1].message
