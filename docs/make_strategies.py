@@ -25,7 +25,7 @@ FAILURES = ("a process", "all processes", "a node", "power")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What a reader has to know of one strategy.
+    """A strategy, as a reader has to know it.
 
     Attributes:
         name: As `Settings.strategy` has it.

@@ -47,7 +47,7 @@ def inspect(
         float, Option(min=0.1, metavar="SECONDS", help="Time between refreshes of --watch.")
     ] = 1.0,
 ) -> None:
-    """What is it, is it whole, which steps can be had, which cannot and why, what next?
+    """Say what a run is, whether it is whole, which steps can be had, which cannot and why, and what to do next.
 
     Reads a small run whole, and of a larger one headers and footers alone; `verify` reads
     every byte. Safe while the run is training. JSON keys: run_id,
@@ -87,7 +87,7 @@ def _print_inspection(run: str, staging: Path | None, found: Inspection) -> None
 
 
 def _what(found: Inspection) -> Iterator[tuple[str, str]]:
-    """What is it, and does it train now?"""
+    """Describe the run, and who trains it now."""
     written = found.written_at_unix_seconds
     age = "" if written is None else f", last written {duration(time.time() - written)} ago"
     yield "run id", found.run_id + age
@@ -109,19 +109,19 @@ def _what(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _whole(found: Inspection) -> Iterator[tuple[str, str]]:
-    """Is it whole?"""
+    """Name what is damaged."""
     if not found.damaged:
         what = "nothing, by every checksum; `lowdiff verify` replays, too"
         if not found.is_read:
             what = "nothing seen in headers; `lowdiff verify` reads every byte"
         yield "damaged", what
         return
-    for damage in _first(found.damage):
+    for damage in _first_files(found.damage):
         yield "damaged", damage
 
 
 def _there(found: Inspection) -> Iterator[tuple[str, str]]:
-    """What can be had?"""
+    """List what can be had."""
     ranges = [span(r.first, r.last) for r in found.recoverable_ranges]
     told = f"steps {', '.join(_newest(ranges))}" if ranges else "no step"
     if found.in_memory is not None:
@@ -144,7 +144,7 @@ def _there(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _lost(found: Inspection) -> Iterator[tuple[str, str]]:
-    """What cannot be had, and why?"""
+    """List what cannot be had, each stretch with its reason."""
     for decision in found.lost_tails:
         yield "predicted" if decision.chosen else "lost", str(decision)
     steps: dict[str, list[str]] = {}
@@ -159,7 +159,7 @@ def _lost(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tuple[str, str]]:
-    """What may be done next: commands, and what each of them does."""
+    """Return what may be done next: commands, each with what it does."""
     where = [] if staging is None else ["--staging", str(staging)]
 
     def command(name: str, *options: str) -> str:
@@ -193,12 +193,14 @@ def next_commands(run: str, staging: Path | None, found: Inspection) -> list[tup
     return made
 
 
-def _first(lines: Sequence[str]) -> list[str]:
+def _first_files(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, and how many more there are."""
     more = len(lines) - _FILES_SHOWN
     return [*lines[:_FILES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _newest(parts: Sequence[str], number: int = 10) -> list[str]:
+    """Return the last parts, behind dots if there are more."""
     return [*(["..."] if len(parts) > number else []), *parts[-number:]]
 
 

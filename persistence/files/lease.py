@@ -43,7 +43,7 @@ def this_machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSeen:
-    """What a lease says to one who only looks.
+    """A lease as one sees it who only looks.
 
     Attributes:
         holder: Description of who wrote the line.
