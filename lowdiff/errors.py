@@ -97,7 +97,8 @@ class RanksDiverged(LowDiffError, RuntimeError):
             f"after step {step} rank(s) {whose} differ from the others in {what}. From there on the "
             "ranks train different models, and steps cannot be replayed. Does code follow each "
             "rank's own loss (ReduceLROnPlateau without averaging it over the ranks), or write "
-            "parameters on one rank only? If not: unequal processors, or faulty memory. Mend that, "
+            "parameters on one rank only? Do ranks of tensor parallelism, which must draw the same random "
+            "numbers (dropout), have other seeds? If not: unequal processors, or faulty memory. Mend that, "
             "and attach again: training goes on with equal ranks, from no later than this step"
         )
 

@@ -287,20 +287,33 @@ def change_items(items: dict[str, bytes], changes: Mapping[str, bytes]) -> None:
             items.pop(name, None)
 
 
-def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:
-    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size.
+def inherit(
+    items: list[dict[str, bytes]], before: Sequence[int], after: Sequence[int], world_size: int
+) -> list[dict[str, bytes]]:
+    """Items of a new world.
 
-    A rank that the old world did not have gets no generators: it keeps its own as its script
-    seeded them, else it would repeat the dropout masks and augmentations of another rank.
+    Ranks are taken by what they draw: each starts from the first old rank that drew as it does, modulo
+    how many drew differently. So those of tensor parallelism, which draw alike, all start from one rank.
+    One that draws as no old rank did gets no generators: it keeps its own as its script seeded them,
+    else it would repeat the dropout masks and augmentations of another rank.
+
+    Args:
+        items: Of each old rank.
+        before: How the old ranks drew; see `Fence.draws`.
+        after: How the new ones do.
+        world_size: How many new ones there are.
     """
-    old_size = len(items)
+    before, after = before or range(len(items)), after or range(world_size)
+    if list(before) == list(after):
+        return [dict(own) for own in items]
+    first = {number: rank for rank, number in reversed([*enumerate(before)])}
     return [
         {
             name: data
-            for name, data in items[rank % old_size].items()
-            if rank < old_size or not name.startswith(RNG_ITEM)
+            for name, data in items[first[number % len(first)]].items()
+            if number in first or not name.startswith(RNG_ITEM)
         }
-        for rank in range(world_size)
+        for number in after
     ]
 
 
@@ -310,7 +323,7 @@ def begin_life(state: RecoveredState, fence: Fence) -> None:
     An object that is new, or of another class, began afresh. What it held then is in the snapshot
     that its attach took; here it is missing until it changes.
     """
-    state.items = inherit(state.items, fence.world_size)
+    state.items = inherit(state.items, state.fence.draws, fence.draws, fence.world_size)
     for items in state.items:
         for name in begun_afresh(state.fence, fence):
             items.pop(STATEFUL_ITEM + name, None)

@@ -145,7 +145,9 @@ class _Candidates:
         assert settings.validate is not None
         self._validate: Callable[[torch.nn.Module], float] = settings.validate
         self._attached, self._ranks, self._state = attached, ranks, state
-        self._items = inherit(state.items, ranks.world_size)[ranks.rank]
+        self._items = inherit(state.items, state.fence.draws, attached.draws, ranks.world_size)[
+            ranks.rank
+        ]
 
     def loss(self, parameters: Mapping[str, torch.Tensor]) -> float:
         """Return the mean of all ranks' losses; on rank 0, while the others `follow`.

@@ -166,6 +166,7 @@ def open_session(
             _refuse_registered(settings, attached, ranks.world_size)
             if ranks.rank == 0:
                 _name_slow_replica(settings, attached, ranks.world_size)
+                _name_frozen(attached)
             if settings.has_several_steps and not attached.is_on_host:
                 raise ConfigError(
                     'optimizer_steps="any" works on CPUs only so far, and the model is on '
@@ -302,6 +303,22 @@ def _name_slow_replica(settings: Settings, attached: Attached, world_size: int) 
         )
 
 
+def _name_frozen(attached: Attached) -> None:
+    """Say that what optimizers hold of frozen parameters stays frozen: some are thawed hours later."""
+    known = {name for spec in attached.layout.parameters for name in (spec.name, spec.tensor)}
+    groups = [names for optimizer in attached.specs for names in optimizer.groups]
+    frozen = [name for names in groups for name in names if name not in known]
+    if frozen:
+        Code.FROZEN_FOR_GOOD.warn(
+            f"an attached optimizer holds {len(frozen)} frozen parameters, {frozen[0]!r} among them, which this run "
+            "cannot train later: the step at which one gets a gradient is an error. To thaw them later, attach while "
+            "they train, and freeze them behind attach, by the step's number: module.requires_grad_(step >= 1000) at "
+            "the top of the body. If they stay frozen, give the optimizer what trains: "
+            "[p for p in model.parameters() if p.requires_grad]",
+            parameters=len(frozen),
+        )
+
+
 def _fenced(
     settings: Settings,
     given: Given,
@@ -353,6 +370,7 @@ def _fenced(
         lost_tail=lost_tail,
         origin=origin,
         built=built,
+        draws=attached.draws,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

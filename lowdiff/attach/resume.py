@@ -76,7 +76,10 @@ def load_start(
     if state is None:
         return Start(0, False, True, [], tracker.read_first(), _settled(given, built))
     moved = []
-    items, frozen = inherit(state.items, ranks.world_size)[ranks.rank], attached.frozen_shards
+    items, frozen = (
+        inherit(state.items, state.fence.draws, attached.draws, ranks.world_size)[ranks.rank],
+        attached.frozen_shards,
+    )
     if state.fence.frozen_shards != frozen.layout:
         items |= frozen_as(state, frozen.layout, ranks.rank, items)
         state.fence = replace(state.fence, frozen_shards=frozen.layout)

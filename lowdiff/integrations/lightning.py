@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
+from lowdiff.integrations.callbacks import averages_of
 
 try:
     import lightning
@@ -161,7 +160,7 @@ class _Training:
         objects: dict[str, Any] = {
             f"scheduler{i}": scheduler for i, scheduler in enumerate(self._schedulers)
         }
-        objects |= {f"average{i}": average for i, average in enumerate(_averages(trainer))}
+        objects |= averages_of(trainer.callbacks)
         self._averaging = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
         saved = [_Saved(trainer, owner) for owner in _with_hooks(trainer)]
         objects |= {f"checkpoint{i} of {part.name}": part for i, part in enumerate(saved)}
@@ -418,12 +417,6 @@ def _with_hooks(trainer: Any) -> list[Any]:
             for hook in ("on_save_checkpoint", "on_load_checkpoint")
         )
     ]
-
-
-def _averages(trainer: Any) -> list[AveragedModel]:
-    """Return the averages of weights that callbacks keep, also in lists and dicts of theirs."""
-    kept = (leaf for callback in trainer.callbacks for leaf in tree_leaves(vars(callback)))
-    return [leaf for leaf in kept if isinstance(leaf, AveragedModel)]
 
 
 def _schedulers_of(trainer: Any) -> list[Any]:
@@ -694,8 +687,10 @@ def _refuse(trainer: Any) -> None:
         if isinstance(callback, BaseFinetuning):
             raise ConfigError(
                 f"{type(callback).__name__} thaws layers and adds groups to the optimizer while training runs, and a "
-                "run records the parameters that train when fit begins. Make each stage a fit of its own, in a run "
-                "folder of its own, and begin the next one with the weights of the one before (lowdiff.recover)"
+                "run records the parameters that train when fit begins. Give all of them to configure_optimizers, and "
+                "freeze by the step's number, in on_train_batch_start: "
+                "self.backbone.requires_grad_(self.global_step >= 1000). Or make each stage a fit of its own, in a run "
+                "folder of its own, that begins with the weights of the one before (lowdiff.recover)"
             )
     if sum(isinstance(callback, LowDiffCallback) for callback in trainer.callbacks) > 1:
         raise UsageError("this Trainer has several LowDiffCallbacks; a run has one")

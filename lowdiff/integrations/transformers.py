@@ -32,6 +32,8 @@ from torch.utils.data import IterableDataset
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
+from lowdiff.integrations.callbacks import averages_of
+from lowdiff.model.items import Stateful
 
 try:
     import transformers
@@ -337,10 +339,17 @@ class _Training:
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         history = LogHistory(trainer)
+        callbacks = trainer.callback_handler.callbacks
         step = checkpointer.attach(
             trainer.model_wrapped,
             trainer.optimizer,
             **objects,
+            **averages_of(callbacks),
+            **{
+                f"callback{i}": made
+                for i, made in enumerate(callbacks)
+                if isinstance(made, Stateful)
+            },
             trainer=self._progress,
             trainer_history=history,
             trainer_epoch=self._order.at_epoch,

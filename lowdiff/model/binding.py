@@ -10,6 +10,7 @@ from operator import is_
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.core import devices
@@ -18,7 +19,15 @@ from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.model.items import extra_state_keys
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.replicas import Replicas
-from lowdiff.model.sharding import FrozenShards, is_sharded, joined, local_of, part_of, told
+from lowdiff.model.sharding import (
+    FrozenShards,
+    data_place,
+    is_sharded,
+    joined,
+    local_of,
+    part_of,
+    told,
+)
 from lowdiff.recovery.images import holds
 from lowdiff.recovery.replay.optimizers import (
     class_name,
@@ -94,6 +103,7 @@ class Attached:
         device: Where the parameters live.
         ddp: The DDP wrapper, if there is one.
         replicas: The ranks that hold copies of this rank's shards, where lowdiff averages over them.
+        draws: How ranks draw; see `Fence.draws`.
     """
 
     model: torch.nn.Module
@@ -110,6 +120,7 @@ class Attached:
     device: torch.device
     ddp: DistributedDataParallel | None
     replicas: Replicas | None = None
+    draws: tuple[int, ...] = ()
 
     @property
     def optimizer_names(self) -> list[str]:
@@ -311,6 +322,18 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
         specs=tuple(specs),
         frozen_shards=frozen,
     )
+
+
+def with_draws(attached: Attached, ranks: Ranks) -> Attached:
+    """Say which ranks of a sharded training draw alike; one that is not sharded stays as it is."""
+    place = data_place(attached.module) if attached.is_sharded else None
+    if place is not None and attached.replicas is not None:
+        place = (*place, dist.get_rank(attached.replicas.group))
+    places = ranks.gather(place)
+    if None in places:
+        return attached
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return replace(attached, draws=tuple(numbers[place] for place in places))
 
 
 def _refuse_coupling(

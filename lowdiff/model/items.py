@@ -19,6 +19,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import INT_OF_BYTES, dtype_name, flat, is_dense, own_name
 from lowdiff.core.memory import byte_view, in_memory_order
 from lowdiff.errors import ConfigError
+from lowdiff.model.freezing import LAYERS_ITEM, FrozenLayers
 from lowdiff.persistence.format.values import decode, encode, same
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
@@ -186,13 +187,15 @@ class ItemTracker:
         constants: Callable[[], Mapping[str, torch.Tensor]],
         stateful: Mapping[str, Callable[[], Any]],
         device: torch.device,
+        parameters: Mapping[str, torch.nn.Parameter],
     ) -> None:
-        """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name.
+        """Watch the tensors that ``constants`` looks up, what ``stateful`` reads by name, and which parameters are frozen.
 
         No object is asked for its state yet: some ignore what they are given once they were asked.
         """
         self._constants = constants
         self._random = random_generators(device)
+        self._layers = FrozenLayers(parameters)
         self._stateful = dict(stateful)
         self._versions: dict[str, tuple[int, int] | None] = {}
         self._checksums: dict[str, int] = {}
@@ -233,7 +236,7 @@ class ItemTracker:
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
-        found = self.read_generators()
+        found = self.read_generators() | self._layers.read()
         for name, outline in self._outlines().items():
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
@@ -257,7 +260,7 @@ class ItemTracker:
                     "state_dict()"
                 )
         # Behind the objects: a loader that is asked may draw the seed of its workers.
-        return found | self.read_generators()
+        return found | self.read_generators() | self._layers.read()
 
     def _generator(self, name: str) -> bytes:
         """The state of a random generator now."""
@@ -289,7 +292,7 @@ class ItemTracker:
             names: Of generators and tensors. Generators that moved and stateful objects are added: one
                 rank may have changed one for the first time.
         """
-        found = self.read_generators()
+        found = self.read_generators() | self._layers.read()
         found = {n: d for n, d in found.items() if n in names or self._committed.get(n) != d}
         for name, outline in self._outlines().items():
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
@@ -308,9 +311,16 @@ class ItemTracker:
         tensors = self.tensors
         return not self._changed_tensors(tensors) and self._now_absent(tensors) == self._absent
 
-    def start(self, items: Mapping[str, bytes]) -> None:
-        """Begin with what recovery knows, whatever the generators hold at the moment."""
-        names = [*self._random, *(STATEFUL_ITEM + name for name in self._stateful)]
+    def start(self, items: Mapping[str, bytes], *, is_under_way: bool) -> None:
+        """Begin with what recovery knows, whatever the generators hold at the moment.
+
+        Args:
+            items: Of the step that is there.
+            is_under_way: Whether the run has steps.
+        """
+        if is_under_way:
+            self._layers.expect(items)
+        names = [*self._random, LAYERS_ITEM, *(STATEFUL_ITEM + name for name in self._stateful)]
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
         tensors = self.tensors
@@ -339,14 +349,18 @@ class ItemTracker:
             thorough: Whether to read frozen parameters whole that neither a version counter nor
                 a few of their elements say were written.
         """
-        found = {
-            name: data for name, data in self.read().items() if self._committed.get(name) != data
-        }
+        items = self.read()
+        self._layers.compare(items)
+        found = {name: data for name, data in items.items() if self._committed.get(name) != data}
+        gone = self._committed.keys() - items.keys()
         tensors = self.tensors
         absent = self._now_absent(tensors)
         changed_tensors = self._changed_tensors(tensors, thorough=thorough)
         # Only now: whoever calls again after an error, of the user's object perhaps, finds it all.
         self._committed.update(found)
+        for name in gone:
+            del self._committed[name]
+            found[name] = b""
         found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
         found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
         self._absent = absent

@@ -7,7 +7,7 @@ together are the whole model; ranks that hold the same shard divide the work on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,6 +82,34 @@ def add_up(parameter: torch.Tensor) -> None:
     placements = sharded(parameter).placements
     if sharded(gradient).placements != placements:
         parameter.grad = sharded(gradient).redistribute(placements=placements)
+
+
+def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and modules that ``fully_shard`` was called on."""
+    from torch.distributed.fsdp import FSDPModule  # takes long, and only sharded models need it
+
+    return ((name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule))
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return FSDP's parameter groups of one module; nothing public leads to them."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions of PyTorch have one at most
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def data_place(model: torch.nn.Module) -> tuple[int, ...]:
+    """Where this rank is on the mesh that FSDP averages over: ranks at one place read the same data.
+
+    The mesh may have further dimensions, of tensor parallelism: along these ranks compute one model
+    together. Without FSDP all ranks do.
+    """
+    for _, module in sharded_modules(model):
+        for group in groups_of(module):
+            return tuple(group.mesh_info.mesh.get_coordinate() or ())
+    return ()
 
 
 def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:

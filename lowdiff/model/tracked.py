@@ -74,5 +74,7 @@ def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
     readers = {name: thing.state_dict for name, thing in stateful.items()} | {
         name: partial(average.outline, attached.layout) for name, average in averages.items()
     }
-    tracker = ItemTracker(attached.constants, readers, attached.device)
+    specs = attached.layout.parameters
+    parameters = {specs[i].name: p for i, p in attached.parameters.items()}
+    tracker = ItemTracker(attached.constants, readers, attached.device, parameters)
     return Given(attached, stateful, averages, tracker)

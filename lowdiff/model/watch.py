@@ -283,7 +283,8 @@ _ATTACH_ANEW = (
     "a run records the objects that were attached, so this step is not committed: close this "
     "checkpointer, wrap the module anew if it is in DDP, build its optimizer, and attach both as "
     "they are now to a checkpointer with a new run folder, or to one with this folder by "
-    'attach(..., restore="model"), which counts from step 0'
+    'attach(..., restore="model"), which counts from step 0. Next time attach with all that will train, and freeze '
+    "behind attach, by the step's number: module.requires_grad_(step >= 1000)"
 )
 
 

@@ -7,7 +7,7 @@ HSDP fills with an all-reduce; here a compressor may take its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lowdiff.core import devices
 from lowdiff.core.layout import flat
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel
-from lowdiff.model.sharding import local_of
+from lowdiff.model.sharding import groups_of, local_of, sharded_modules
 from lowdiff.step.ddp_hook import HookState
 
 
@@ -111,15 +111,6 @@ def parameters_of(group: Any) -> list[tuple[torch.nn.Parameter, int]]:
     ]
 
 
-def groups_of(module: Any) -> list[Any]:
-    """Return FSDP's parameter groups of one module; nothing public leads to them."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # older versions of PyTorch have one at most
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
 def average_as_hsdp(
     buffer: torch.Tensor, group: dist.ProcessGroup, *, reproducible: bool
 ) -> torch.futures.Future[torch.Tensor]:
@@ -158,7 +149,7 @@ def register_group_hooks(
         UnsupportedModel: If FSDP reduces the gradient of a parameter in no group.
     """
     found: set[int] = set()
-    for name, module in _sharded_modules(model):
+    for name, module in sharded_modules(model):
         for group in groups_of(module):
             _refuse_foreign_hook(module, group, name)
             hook = GroupHook(state, group, name, compresses=compresses)
@@ -179,12 +170,6 @@ def register_group_hooks(
             f"no fully_shard(...) has {name_of(alone)!r}, so nobody averages its gradient over the copies; "
             "call fully_shard on the whole model last, without ignored_params"
         )
-
-
-def _sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    from torch.distributed.fsdp import FSDPModule  # takes long, and only sharded models need it
-
-    return ((name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule))
 
 
 def _refuse_foreign_hook(module: Any, group: Any, name: str) -> None:

@@ -222,6 +222,8 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
         for name in ("lost_tail", "origin"):
             if content[name] is None:
                 del content[name]
+        if not fence.draws:
+            del content["draws"]
         if fence.lost_tail is not None:
             content["lost_tail"] = fence.lost_tail.document()
         write_twice(path, content, exclusive=True)
@@ -298,6 +300,7 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Environment, facts)
     environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
+    draws = tuple(document.pop("draws", ()))
     told, origin = document.pop("lost_tail", None), document.pop("origin", None)
     if origin is not None:
         check_types(Origin, origin)
@@ -311,6 +314,7 @@ def _fence(document: dict[str, Any]) -> Fence:
         averages=averages,
         lost_tail=None if told is None else _decision(told),
         origin=origin,
+        draws=draws,
         **document,
     )
     _check(fence)
@@ -363,6 +367,11 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"step {fence.base_step} is predicted as {tail!r:.200}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
+    if fence.draws and not (
+        len(fence.draws) == fence.world_size
+        and all(_is_size(number) and number < fence.world_size for number in fence.draws)
+    ):
+        raise ValueError(f"{fence.world_size} ranks draw as {fence.draws!r:.80}")
     if "\0" in fence.staging:
         raise ValueError(f"staging {fence.staging[:80]!r}")
     if not _LIFE.fullmatch(fence.life):

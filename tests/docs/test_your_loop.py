@@ -152,8 +152,8 @@ def life(recipe: str, folder: Path, *, is_killed: bool = False) -> dict[str, Any
     )
 
 
-def test_there_are_ten_questions_each_with_its_lines() -> None:
-    assert [int(name.partition(".")[0]) for name in RECIPES] == [1, *range(1, 11)]
+def test_there_are_eleven_questions_each_with_its_lines() -> None:
+    assert [int(name.partition(".")[0]) for name in RECIPES] == [1, *range(1, 12)]
     assert TEXT.count("```python") == len(RECIPES) + len(CHANGES)
 
 

@@ -199,6 +199,33 @@ def test_shards_copies_and_whole_models_change_places(tmp_path: Path, features: 
         assert_same(recovered(tmp_path), torch.load(tmp_path / "whole.pt"))
 
 
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("kinds", "size"),
+    [(("ddp", "tp"), 2), (("tp", "ddp"), 2), (("ddp", "fsdp+tp", "hsdp", "fsdp+tp"), 4)],
+)
+def test_ranks_draw_alike_where_the_mesh_says_so(
+    tmp_path: Path, kinds: tuple[str, ...], size: int
+) -> None:
+    before: dict[int, float] = {}  # replica of the model -> what it would have drawn next
+    for number, kind in enumerate(kinds):
+        until = 2 * (number + 1)
+        words = kind, "loop", until, "--features", "drawn"
+        ranks = life(tmp_path, number, *words, world_size=size)
+        ended(ranks)
+        drawn: dict[int, float] = {}
+        for rank, process in enumerate(ranks):
+            assert "differ from the others" not in process.printed()
+            begun, first, last = lines(tmp_path, rank)[-3:]
+            assert begun == ["resumed", until - 2]
+            replica = training.replica_of(kind, rank)
+            assert drawn.setdefault(replica, last[-1]) == last[-1], f"{kind}: rank {rank}"
+            assert first[-2] == before.get(replica, first[-2]), f"{kind}: rank {rank}"
+        assert len({*drawn.values()}) == len(drawn)
+        before = drawn
+
+
 @pytest.mark.launch
 def test_frozen_shards_are_put_together(tmp_path: Path) -> None:
     ended(life(tmp_path, 0, "uneven", "fused", 2, "--features", "frozen"))

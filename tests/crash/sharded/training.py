@@ -101,10 +101,14 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
     return model
 
 
+def replica_of(kind: str, rank: int) -> int:
+    """Number of the replica of the model that a rank trains, alone or together with others."""
+    return {"tp": 0, "sp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
+
+
 def batch(kind: str, step: int, micro: int, rank: int) -> torch.Tensor:
     """Data of a step; ranks that train one replica of the model together have the same."""
-    replica = {"tp": 0, "sp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + replica)
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + replica_of(kind, rank))
     if kind == "sp":  # each rank has its part of the sequence
         return torch.randn(2, _ROWS, _IN, generator=generator)[:, 2 * rank : 2 * rank + 2]
     return torch.randn(_ROWS, _IN, generator=generator)
@@ -119,6 +123,14 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
             for tensor in (parameter, *(v for v in kept if isinstance(v, torch.Tensor))):
                 found.update(local_of(tensor).detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def drawn_next() -> float:
+    """The number that torch's generator would give next."""
+    state = torch.get_rng_state()
+    number = torch.rand(()).item()
+    torch.set_rng_state(state)
+    return number
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,7 +189,10 @@ def backward(
     for micro in range(micros):
         if micros > 1:
             model.set_requires_gradient_sync(micro == micros - 1)  # type: ignore[operator]
-        loss: torch.Tensor = model(batch(kind, step, micro, rank)).float().square().mean()
+        inputs = batch(kind, step, micro, rank)
+        if "drawn" in features:  # as dropout does
+            inputs = inputs * (torch.rand(inputs.shape) > 0.3)
+        loss: torch.Tensor = model(inputs).float().square().mean()
         scaler.scale(loss).backward()
     if "finalized" in features:
         model.finalize_backward()  # type: ignore[operator]
@@ -215,6 +230,8 @@ def main(*words: str) -> None:
     torch.set_num_threads(1)
     join(args.rank, args.world_size, args.folder / f"store-{args.life}")
     model = build(args.kind, args.world_size, features)
+    if "drawn" in features:
+        torch.manual_seed(100 + replica_of(args.kind, args.rank))
     optimizer = OPTIMIZERS[args.optimizer]([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     scaler = GradScaler("cpu", enabled="scaled" in features, growth_interval=3)
@@ -237,6 +254,7 @@ def main(*words: str) -> None:
     report.write(json.dumps(["resumed", resumed]) + "\n")
     for step in checkpointer.steps(args.until):
         optimizer.zero_grad()
+        drawn = drawn_next()
         loss = backward(model, scaler, args.kind, step, args.rank, features)
         if step == 2 and "scaled" in features:  # a step that is skipped
             for parameter in model.parameters():
@@ -257,7 +275,7 @@ def main(*words: str) -> None:
         if "evaluated" in features:
             with torch.no_grad():
                 model(batch(args.kind, step, 7, args.rank))
-        report.write(json.dumps([step, loss, digest(model, optimizer)]) + "\n")
+        report.write(json.dumps([step, loss, digest(model, optimizer), drawn, drawn_next()]) + "\n")
     state = whole(model, optimizer)
     if args.rank == 0:
         torch.save(state, args.folder / "whole.pt")

@@ -41,6 +41,13 @@ PLACES = {
     "replica": ["batch:5", "evaluated:1", "step:16"],
     "seedable": ["batch:5", "evaluated:1", "batch:16", "backward:30"],
     "by hand": ["batch:2", "backward:4", "step:7", "batch:13", "evaluation:2", "batch:14", "backward:21"],
+    "average": ["batch:5", "evaluated:1", "step:16"],
+    "stochastic": ["batch:5", "evaluated:1", "step:16"],
+    "thaws by number": ["batch:5", "batch:12", "step:16"],
+    "evaluates": ["evaluation:2", "evaluated:1", "batch:14"],
+    "stops early": ["evaluated:1", "batch:20", "evaluated:2"],
+    "compiled": ["batch:5", "evaluated:1", "step:16"],
+    "two optimizers": ["backward:5", "evaluated:1", "step:16"],
     "left": ["batch:6", "evaluated:1", "step:18", "step:20", "end:1"],
 }  # fmt: skip
 

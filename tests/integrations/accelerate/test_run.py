@@ -214,3 +214,13 @@ def test_all_that_accelerates_own_checkpoint_holds_is_known(tmp_path: Path) -> N
     assert {name for name in states if "cuda" not in name} == {"step", *generators}
     state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert "registered0" in state.stateful
+
+
+def test_functions_that_write_into_a_folder_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As scripts of diffusers register them, to save an average."""
+    arguments, settings = prepared(tmp_path)
+    arguments[0].register_save_state_pre_hook(lambda models, weights, folder: None)
+    train(arguments, settings)
+    assert len([line for line in caplog.messages if "LD322" in line]) == 1

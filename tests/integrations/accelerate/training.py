@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from lowdiff.compressors import TopK
@@ -37,6 +38,11 @@ class Kind:
         epochs: How many.
         by_hand: Batches that are accumulated without ``accelerator.accumulate``.
         most: Batches after which both loops are left; 0 for no end.
+        average: An ``AveragedModel`` that is registered: ``ema``, or ``swa`` with its scheduler.
+        thaws_at: Batch at which the first layer is thawed.
+        evaluates_every: Batches between evaluations in an epoch; 0: at its end alone.
+        patience: Evaluations without a better one after which training ends; 0: all epochs are made.
+        judged: Whether the last layer has an optimizer of its own.
     """
 
     accelerator: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +53,11 @@ class Kind:
     epochs: int = 3
     by_hand: int = 0
     most: int = 0
+    average: str = ""
+    thaws_at: int = 0
+    evaluates_every: int = 0
+    patience: int = 0
+    judged: bool = False
 
 
 #: 13 batches in an epoch.
@@ -59,6 +70,13 @@ KINDS = {
     "fresh workers": Kind(loader=dict(num_workers=2), epochs=2),
     "by hand": Kind(by_hand=2, epochs=2),
     "left": Kind(most=20),
+    "average": Kind(average="ema", epochs=2),
+    "stochastic": Kind(average="swa", epochs=2),
+    "thaws by number": Kind(thaws_at=9, epochs=2),
+    "evaluates": Kind(evaluates_every=4, epochs=2),
+    "stops early": Kind(patience=1, epochs=9),
+    "compiled": Kind(dict(dynamo_backend="eager"), epochs=2),
+    "two optimizers": Kind(judged=True, epochs=2),
     "two": Kind(dict(gradient_accumulation_steps=2), epochs=2),
 }
 
@@ -125,39 +143,26 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
     loader = DataLoader(rows, batch_size=given.get("batch_size", 4), shuffle=True, **kind.loader)
     evaluation = DataLoader(Images(10, None), batch_size=4)
     model = network()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200)
-    model, optimizer, loader, evaluation, scheduler = accelerator.prepare(
-        model, optimizer, loader, evaluation, scheduler
+    parts = [model[:-1], model[-1]] if kind.judged else [model]
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
+    scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], 0.02, total_steps=200)
+    if kind.average == "swa":
+        scheduler = SWALR(optimizers[0], swa_lr=0.02, anneal_epochs=10)
+    model, loader, evaluation, scheduler, *optimizers = accelerator.prepare(
+        model, loader, evaluation, scheduler, *optimizers
     )
     accelerator.register_for_checkpointing(average)
+    averaged = None
+    if kind.average:
+        update = get_ema_multi_avg_fn(0.8) if kind.average == "ema" else get_swa_multi_avg_fn()
+        averaged = AveragedModel(accelerator.unwrap_model(model), multi_avg_fn=update)
+        accelerator.register_for_checkpointing(averaged)
     settings = {"staging": f"{folder}/staging", **kind.settings}
     with LowDiffRun(
-        accelerator, f"{folder}/run", model, optimizer, loader, scheduler, **settings
+        accelerator, f"{folder}/run", model, optimizers, loader, scheduler, **settings
     ) as run:
-        losses = run.checkpointer.state.setdefault("losses", [])
-        metrics = run.checkpointer.state.setdefault("metrics", [])
-        for _ in run.epochs(epochs):
-            model.train()
-            for inputs, targets in loader:
-                killer.happens("batch")
-                with accelerator.accumulate(model):
-                    loss = nn.functional.cross_entropy(model(inputs), targets)
-                    accelerator.backward(loss / (kind.by_hand or 1))
-                    killer.happens("backward")
-                    if not kind.by_hand or (run.consumed % kind.by_hand == 0):
-                        if accelerator.sync_gradients:
-                            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                        optimizer.step()
-                        scheduler.step()
-                        optimizer.zero_grad()
-                killer.happens("step")
-                losses.append(float(loss.detach()))
-                average.value = 0.9 * average.value + 0.1 * losses[-1]
-                if len(losses) == kind.most:
-                    break
-            if len(losses) == kind.most:
-                break
+
+        def evaluate() -> int:
             model.eval()
             right = 0
             for inputs, targets in evaluation:
@@ -167,11 +172,49 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
                 found, expected = accelerator.gather_for_metrics((found, targets))
                 right += int((found == expected).sum())
             killer.happens("evaluated")
-            metrics.append([right, random.random()])
+            model.train()
+            return right
+
+        losses = run.checkpointer.state.setdefault("losses", [])
+        metrics = run.checkpointer.state.setdefault("metrics", [])
+        for _ in run.epochs(epochs):
+            model.train()
+            for inputs, targets in loader:
+                killer.happens("batch")
+                if kind.thaws_at:
+                    model[0].requires_grad_(len(losses) >= kind.thaws_at)
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    accelerator.backward(loss / (kind.by_hand or 1))
+                    killer.happens("backward")
+                    if not kind.by_hand or (run.consumed % kind.by_hand == 0):
+                        if accelerator.sync_gradients:
+                            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        for optimizer in optimizers:
+                            optimizer.step()
+                        scheduler.step()
+                        for optimizer in optimizers:
+                            optimizer.zero_grad()
+                        if averaged is not None:
+                            averaged.update_parameters(accelerator.unwrap_model(model))
+                killer.happens("step")
+                losses.append(float(loss.detach()))
+                average.value = 0.9 * average.value + 0.1 * losses[-1]
+                if kind.evaluates_every and len(losses) % kind.evaluates_every == 0:
+                    metrics.append([evaluate(), random.random()])
+                if len(losses) == kind.most:
+                    break
+            if len(losses) == kind.most:
+                break
+            metrics.append([evaluate(), random.random()])
+            best = max(range(len(metrics)), key=lambda i: metrics[i][0])
+            if kind.patience and len(metrics) - 1 - best >= kind.patience:
+                break
         killer.happens("end")
     result = {
         "weights": model.state_dict(),
-        "optimizer": optimizer.optimizer.state_dict(),
+        "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
+        "averaged": None if averaged is None else averaged.state_dict(),
         "scheduler": scheduler.scheduler.state_dict()["last_epoch"],
         "losses": list(losses),
         "average": average.value,

@@ -62,6 +62,8 @@ PLACES = {
     ],
     "average as is": ["on_train_batch_start:7", "on_validation_batch_end:5", "on_train_epoch_start:2"],
     "hooks": ["on_train_batch_start:5", "on_train_epoch_start:2", "on_train_batch_end:20"],
+    "thaws by number": ["on_train_batch_start:5", "on_train_batch_start:12", "on_train_epoch_start:2", "on_train_batch_end:20"],
+    "compiled": ["on_train_batch_start:5", "on_train_epoch_start:2", "on_train_batch_end:20"],
     "gan": ["on_train_batch_start:5", "on_before_optimizer_step:21", "on_train_epoch_start:2", "on_train_batch_end:20"],
 }  # fmt: skip
 
@@ -81,7 +83,18 @@ def test_it_goes_on_after_a_kill_at(
 
 @pytest.mark.parametrize(
     "name",
-    ["steps", "epochs", "plateau", "short epochs", "own generators", "average", "hooks", "gan"],
+    [
+        "steps",
+        "epochs",
+        "plateau",
+        "short epochs",
+        "own generators",
+        "average",
+        "hooks",
+        "gan",
+        "thaws by number",
+        "compiled",
+    ],
 )
 def test_without_a_compressor_a_training_is_what_it_is_without_lowdiff(
     scripts: Scripts, tmp_path: Path, name: str

@@ -289,6 +289,22 @@ class Thaws(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
+class ByNumber(lightning.Callback):
+    """Thaws the first layer at the tenth step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Freeze or thaw it."""
+        pl_module.net[0].requires_grad_(trainer.global_step >= 9)
+
+
+class Compiled(Regression):
+    """A network that is compiled, as its author does."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self.net.compile(backend="eager")
+
+
 class Fails(Streak):
     """Cannot say what it holds."""
 
@@ -329,6 +345,8 @@ KINDS = {
         dict(max_epochs=4), scheduler="epoch", more=lambda: [StochasticWeightAveraging(swa_lrs=1e-2)]
     ),
     "thaws": Kind(dict(max_epochs=3), more=lambda: [Thaws()]),
+    "thaws by number": Kind(dict(max_epochs=2), more=lambda: [ByNumber()]),
+    "compiled": Kind(dict(max_epochs=2), model=Compiled),
     "swaps": Kind(dict(max_epochs=2), more=lambda: [Swaps()]),
     "exports": Kind(dict(max_epochs=1), more=lambda: [Exports()]),
     "fails": Kind(dict(max_epochs=1), more=lambda: [Fails()]),

@@ -55,6 +55,9 @@ PLACES = {
     "forked anew": ["on_step_begin:4", "on_step_end:15"],
     "replica": ["on_step_begin:5", "on_epoch_begin:2", "on_optimizer_step:16"],
     "adapter": ["on_step_begin:5", "on_step_end:16"],
+    "average": ["on_step_begin:5", "on_epoch_begin:2", "on_step_end:16"],
+    "thaws by number": ["on_step_begin:5", "on_step_begin:12", "on_epoch_begin:2", "on_step_end:16"],
+    "compiled": ["on_step_begin:5", "on_epoch_begin:2", "on_step_end:16"],
 }  # fmt: skip
 
 
@@ -71,6 +74,22 @@ def test_it_goes_on_after_a_kill_at(
     check(scripts.finish(name, tmp_path / "run"), expected)
     warned = re.findall(r"LD\d+.*", (tmp_path / "run" / "output.txt").read_text())
     assert not warned
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("steps", "epochs", "stops early", "bf16 by length", "replica", "average"),
+        *("thaws by number", "compiled"),
+    ],
+)
+def test_without_a_compressor_a_training_is_what_it_is_without_lowdiff(
+    scripts: Scripts, tmp_path: Path, name: str
+) -> None:
+    found = scripts.finish(name, tmp_path / "found", lowdiff="as is")
+    expected = scripts.finish(name, tmp_path / "expected", lowdiff="not")
+    check(found, expected)
+    assert found[0]["loaded"] == expected[0]["loaded"]
 
 
 @pytest.mark.parametrize("name", ["steps", "epochs", "stops early", "bf16 by length", "replica"])

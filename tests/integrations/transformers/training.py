@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from transformers import (
     EarlyStoppingCallback,
@@ -44,6 +45,7 @@ class Kind:
         draws: Whether the collator masks tokens at random, as for masked language models.
         patience: Of early stopping; None without it.
         adapter: Whether only a low-rank adapter of peft is trained.
+        more: Makes further callbacks, of the model.
     """
 
     arguments: dict[str, Any]
@@ -51,6 +53,46 @@ class Kind:
     draws: bool = True
     patience: int | None = None
     adapter: bool = False
+    more: Callable[[Any], list[Any]] = lambda model: []
+
+
+class Ema(TrainerCallback):
+    """An average of the weights, as the Trainer has none."""
+
+    def __init__(self, model: Any) -> None:
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        """Update it."""
+        self.average.update_parameters(model)
+
+    def kept(self) -> Any:
+        """What is compared."""
+        return self.average.state_dict()
+
+
+class ByNumber(TrainerCallback):
+    """Thaws the first layer at the tenth step, and counts with a state of the usual protocol."""
+
+    def __init__(self) -> None:
+        self.frozen = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Freeze or thaw it."""
+        model.transformer.h[0].requires_grad_(state.global_step >= 9)
+        self.frozen += state.global_step < 9
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"frozen": self.frozen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back."""
+        self.frozen = state_dict["frozen"]
+
+    def kept(self) -> Any:
+        """What is compared."""
+        return self.frozen
 
 
 KINDS = {
@@ -92,6 +134,11 @@ KINDS = {
     "forked anew": Kind(dict(max_steps=18, dataloader_num_workers=1, logging_steps=1)),
     "replica": Kind(dict(max_steps=18, logging_steps=4), settings={}),
     "adapter": Kind(dict(max_steps=18, logging_steps=4, learning_rate=1e-2), adapter=True),
+    "average": Kind(dict(max_steps=18, logging_steps=4), more=lambda model: [Ema(model)]),
+    "thaws by number": Kind(dict(max_steps=18, logging_steps=4), more=lambda _: [ByNumber()]),
+    "compiled": Kind(
+        dict(max_steps=18, logging_steps=4, torch_compile=True, torch_compile_backend="eager")
+    ),
     "two": Kind(
         dict(
             max_steps=10, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, logging_steps=2,
@@ -196,12 +243,13 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
     Args:
         name: Of the kind.
         folder: Of run, staging and output.
-        more: Further arguments of ``TrainingArguments`` as JSON; ``resume`` is that of ``train``.
+        more: Further arguments of ``TrainingArguments`` as JSON; ``resume`` is that of ``train``, and ``lowdiff`` says
+            whether the run is kept ``"as is"``, without a compressor, or ``"not"`` at all.
         kill: Where the last rank dies: ``PLACE:COUNT``, or ``PLACE:COUNT:SIGNAL`` for another signal than ``SIGKILL``.
     """
     kind, given = KINDS[name], json.loads(more)
     killer = Killer(kill)
-    resume = given.pop("resume", None)
+    resume, kept = given.pop("resume", None), given.pop("lowdiff", "")
     save = torch.save
 
     def save_or_die(*args: Any, **options: Any) -> None:
@@ -224,8 +272,10 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         )
     rows = Text(NUM_ROWS, 0)
     counter = Counter()
-    callback = LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **kind.settings)
-    callbacks: list[Any] = [counter, killer, callback]
+    settings = {} if kept == "as is" else kind.settings
+    callback = LowDiffCallback(f"{folder}/run", staging=f"{folder}/staging", **settings)
+    further = kind.more(model)
+    callbacks: list[Any] = [counter, killer, *([] if kept == "not" else [callback]), *further]
     if kind.patience is not None:
         callbacks.append(EarlyStoppingCallback(kind.patience))
     trainer = Trainer(
@@ -256,7 +306,15 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
         },
         "metrics": timeless(output.metrics),
         "loss": output.training_loss,
-        "callbacks": [counter.state(), *(c.early_stopping_patience_counter for c in callbacks[3:])],
+        "callbacks": [
+            counter.state(),
+            *(
+                c.early_stopping_patience_counter
+                for c in callbacks
+                if isinstance(c, EarlyStoppingCallback)
+            ),
+        ],
+        "kept": [made.kept() for made in further],
         "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         "evaluation": timeless(trainer.evaluate()),
         "loaded": rows.loaded,

@@ -18,7 +18,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 
 def tracker() -> ItemTracker:
-    made = ItemTracker(dict, {}, torch.device("cpu"))
+    made = ItemTracker(dict, {}, torch.device("cpu"), {})
     made.start({})
     made.changed()
     return made

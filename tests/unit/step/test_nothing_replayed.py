@@ -49,8 +49,8 @@ def test_a_peek_reads_what_is_asked_for_and_changes_nothing() -> None:
         return {"count": len(asked)}
 
     buffer = torch.zeros(3)
-    tracker = ItemTracker(lambda: {"buffer/x": buffer}, {"counter": read}, torch.device("cpu"))
-    tracker.start({})
+    tracker = ItemTracker(lambda: {"buffer/x": buffer}, {"counter": read}, torch.device("cpu"), {})
+    tracker.start({}, is_under_way=False)
     tracker.changed()
     torch.rand(1)
     assert tracker.peek({"rng/torch"}).keys() == {"rng/torch", "stateful/counter"}
