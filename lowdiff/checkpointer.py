@@ -991,6 +991,16 @@ def ignore_checkpoint(checkpointer: Checkpointer, given: object, instead: str) -
     )
 
 
+def name_uncalled_hooks() -> None:
+    """Warn of functions that Accelerate would call to save something; for `lowdiff.integrations`."""
+    Code.HOOKS_NOT_CALLED.warn(
+        "functions of accelerator.register_save_state_pre_hook write into a folder of save_state(), and are not called at "
+        "lowdiff's steps: what they save besides weights (an average, say) is not in a step. Give an object with "
+        "state_dict() and load_state_dict() to accelerator.register_for_checkpointing, before LowDiffRun: an AveragedModel "
+        "is replayed, and of another one each step logs what changed"
+    )
+
+
 def _after_fork_in_child() -> None:
     for checkpointer in _attached.values():
         checkpointer._forked()

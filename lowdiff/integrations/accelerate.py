@@ -27,8 +27,7 @@ import torch
 from typing_extensions import Self
 
 import lowdiff
-from lowdiff.checkpointer import begin_body
-from lowdiff.core.events import Code
+from lowdiff.checkpointer import begin_body, name_uncalled_hooks
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
 
 try:
@@ -109,12 +108,7 @@ class LowDiffRun:
         self._order.take(loader)
         objects = {f"registered{i}": made for i, made in enumerate(accelerator._custom_objects)}
         if accelerator._save_model_state_pre_hook:
-            Code.HOOKS_NOT_CALLED.warn(
-                "functions of accelerator.register_save_state_pre_hook write into a folder of save_state(), and are not "
-                "called at lowdiff's steps: what they save (an average of the weights, say) is not in a step. Give an object "
-                "with state_dict() and load_state_dict() to accelerator.register_for_checkpointing, before LowDiffRun: an "
-                "AveragedModel is replayed, and of another one each step logs what changed"
-            )
+            name_uncalled_hooks()
         objects |= {f"scheduler{i}": made for i, made in enumerate(schedulers)}
         if accelerator.scaler is not None:
             objects["scaler"] = accelerator.scaler

@@ -32,8 +32,7 @@ from torch.utils.data import IterableDataset
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
-from lowdiff.integrations.callbacks import averages_of
-from lowdiff.model.items import Stateful
+from lowdiff.integrations.callbacks import averages_of, stateful_of
 
 try:
     import transformers
@@ -338,18 +337,13 @@ class _Training:
         objects: dict[str, Any] = {"scheduler": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
-        history = LogHistory(trainer)
         callbacks = trainer.callback_handler.callbacks
+        objects |= {**averages_of(callbacks), **stateful_of(callbacks)}
+        history = LogHistory(trainer)
         step = checkpointer.attach(
             trainer.model_wrapped,
             trainer.optimizer,
             **objects,
-            **averages_of(callbacks),
-            **{
-                f"callback{i}": made
-                for i, made in enumerate(callbacks)
-                if isinstance(made, Stateful)
-            },
             trainer=self._progress,
             trainer_history=history,
             trainer_epoch=self._order.at_epoch,

@@ -114,7 +114,7 @@ class Average:
         self.value = state_dict["value"]
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     """A small one, with batch norm and dropout."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 2)

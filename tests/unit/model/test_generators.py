@@ -19,7 +19,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 def tracker() -> ItemTracker:
     made = ItemTracker(dict, {}, torch.device("cpu"), {})
-    made.start({})
+    made.start({}, is_under_way=False)
     made.changed()
     return made
 
