@@ -433,8 +433,8 @@ class Fence:
         lost_tail: What was decided about lost steps where the user had them predicted; None where nothing was.
         built: Settings of optimizers and attached objects as the script of rank 0 built them, by name.
         origin: Where a history without a parent took its weights from; None where it was not told to take any.
-        draws: Per rank, a number: ranks with the same one read the same data and draw alike, as those of tensor
-            parallelism do. Empty: each draws for itself.
+        draws: Per rank, a number: ranks with the same one compute one replica of the model together, and draw
+            alike, as those of tensor parallelism do. Empty: each draws for itself.
     """
 
     run_id: str

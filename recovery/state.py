@@ -290,12 +290,11 @@ def change_items(items: dict[str, bytes], changes: Mapping[str, bytes]) -> None:
 def inherit(
     items: list[dict[str, bytes]], before: Sequence[int], after: Sequence[int], world_size: int
 ) -> list[dict[str, bytes]]:
-    """Items of a new world.
+    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size.
 
-    Ranks are taken by what they draw: each starts from the first old rank that drew as it does, modulo
-    how many drew differently. So those of tensor parallelism, which draw alike, all start from one rank.
-    One that draws as no old rank did gets no generators: it keeps its own as its script seeded them,
-    else it would repeat the dropout masks and augmentations of another rank.
+    Generators go by what ranks draw: those of tensor parallelism draw alike, and all start with those of one
+    rank. A rank that draws as no old rank did gets none: it keeps its own as its script seeded them, else it
+    would repeat the dropout masks and augmentations of another rank.
 
     Args:
         items: Of each old rank.
@@ -303,18 +302,17 @@ def inherit(
         after: How the new ones do.
         world_size: How many new ones there are.
     """
-    before, after = before or range(len(items)), after or range(world_size)
-    if list(before) == list(after):
-        return [dict(own) for own in items]
+    old_size = len(items)
+    before, after = before or range(old_size), after or range(world_size)
     first = {number: rank for rank, number in reversed([*enumerate(before)])}
-    return [
-        {
-            name: data
-            for name, data in items[first[number % len(first)]].items()
-            if number in first or not name.startswith(RNG_ITEM)
-        }
-        for number in after
-    ]
+    found = []
+    for rank, number in enumerate(after):
+        own = items[rank % old_size]
+        drawn = own if rank < old_size and before[rank] == number else items[first.get(number, 0)]
+        generators = {n: data for n, data in drawn.items() if n.startswith(RNG_ITEM)}
+        others = {n: data for n, data in own.items() if not n.startswith(RNG_ITEM)}
+        found.append(others | generators if number in first else others)
+    return found
 
 
 def begin_life(state: RecoveredState, fence: Fence) -> None:

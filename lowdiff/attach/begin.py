@@ -143,7 +143,7 @@ def begin(
             meter.note({**past.facts, "elements": float(elements)})
             cadence = Cadence(settings, queue.storage, meter.recorder, ranks.world_size)
             cadence.begin(start.step, past)
-            live.tracker.start(start.items, is_under_way=start.step > 0)
+            live.tracker.start(start.items, is_under_way=start.step > 0 and ranks.rank == 0)
         # All ranks make each process group at once, and wait there for one that failed before.
         copies = _copies(settings, live, wards, ranks, memory, undo)
         recorder = _recorder(settings, live, fence, ranks, hook, scaling, memory)

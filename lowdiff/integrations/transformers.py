@@ -27,12 +27,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 import lowdiff
 from lowdiff.checkpointer import begin_body, ignore_checkpoint
 from lowdiff.errors import ConfigError, RunMismatch, UsageError
-from lowdiff.integrations.callbacks import averages_of, stateful_of
+from lowdiff.integrations.callbacks import averages_of
 
 try:
     import transformers
@@ -152,7 +153,7 @@ class LowDiffCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Note that a step was made; end training where a signal says so."""
         assert self._training is not None
-        self._training.is_pending = True
+        self._training.note_step()
         # Of several ranks, all see this at the same step.
         control.should_training_stop |= self.checkpointer.preempted
         return control
@@ -310,6 +311,8 @@ class _Training:
         self._order = BatchOrder(self)
         self._steps_in_epoch = 0
         self._is_epoch_over = False
+        #: Averages that are attached, until the first step.
+        self._averages: dict[str, AveragedModel] | None = None
         self._earlier_seconds = 0.0
         self._begun = time.monotonic()
         #: The generators after attach; lowdiff warns of numbers that were drawn from there on.
@@ -338,7 +341,8 @@ class _Training:
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         callbacks = trainer.callback_handler.callbacks
-        objects |= {**averages_of(callbacks), **stateful_of(callbacks)}
+        self._averages = averages_of(callbacks)
+        objects |= self._averages
         history = LogHistory(trainer)
         step = checkpointer.attach(
             trainer.model_wrapped,
@@ -430,6 +434,25 @@ class _Training:
         if self.is_pending:
             self.is_pending = False
             self._checkpointer.commit()
+
+    def note_step(self) -> None:
+        """Note that a step was made.
+
+        Raises:
+            ConfigError: In the first step, if a callback has made an average that no step holds.
+        """
+        self.is_pending = True
+        known, self._averages = self._averages, None
+        if known is None:
+            return
+        found = averages_of(self._trainer.callback_handler.callbacks)
+        late = [n for n, a in found.items() if not any(a is other for other in known.values())]
+        if late:
+            raise ConfigError(
+                f"{late[0].partition('_average')[0]} made its AveragedModel after train() had prepared the model, so that no "
+                "step holds it, and a resumed run would begin it anew; make it in the callback's constructor, of "
+                "the model that the Trainer gets"
+            )
 
     def restore_generators(self) -> None:
         """Set the generators to those of the last commit, once."""

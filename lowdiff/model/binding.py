@@ -10,7 +10,6 @@ from operator import is_
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.core import devices
@@ -21,7 +20,7 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.model.replicas import Replicas
 from lowdiff.model.sharding import (
     FrozenShards,
-    data_place,
+    drawing_alike,
     is_sharded,
     joined,
     local_of,
@@ -326,14 +325,15 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
 
 def with_draws(attached: Attached, ranks: Ranks) -> Attached:
     """Say which ranks of a sharded training draw alike; one that is not sharded stays as it is."""
-    place = data_place(attached.module) if attached.is_sharded else None
-    if place is not None and attached.replicas is not None:
-        place = (*place, dist.get_rank(attached.replicas.group))
-    places = ranks.gather(place)
-    if None in places:
+    alike = [ranks.rank]
+    if attached.is_sharded:
+        held = (*attached.parameters.values(), *attached.frozen_shards.parameters.values())
+        alike = drawing_alike(attached.module, held, ranks.rank)
+    told = [tuple(theirs) for theirs in ranks.gather(alike)]
+    if all(len(theirs) == 1 for theirs in told):
         return attached
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    return replace(attached, draws=tuple(numbers[place] for place in places))
+    numbers = {theirs: number for number, theirs in enumerate(dict.fromkeys(told))}
+    return replace(attached, draws=tuple(numbers[theirs] for theirs in told))
 
 
 def _refuse_coupling(

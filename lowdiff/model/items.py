@@ -316,7 +316,7 @@ class ItemTracker:
 
         Args:
             items: Of the step that is there.
-            is_under_way: Whether the run has steps.
+            is_under_way: Whether the run has steps, and this rank says what it resumes otherwise.
         """
         if is_under_way:
             self._layers.expect(items)

@@ -100,16 +100,35 @@ def groups_of(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def data_place(model: torch.nn.Module) -> tuple[int, ...]:
-    """Where this rank is on the mesh that FSDP averages over: ranks at one place read the same data.
+def drawing_alike(
+    model: torch.nn.Module, parameters: Iterable[torch.Tensor], rank: int
+) -> list[int]:
+    """Return the ranks that compute one replica of a model together, with this one: they draw the same numbers.
 
-    The mesh may have further dimensions, of tensor parallelism: along these ranks compute one model
-    together. Without FSDP all ranks do.
+    Those are the ranks of a sharded parameter's mesh (tensor parallelism), but for the dimensions of it that FSDP
+    averages over: along these each rank has data of its own.
+
+    Args:
+        model: The model.
+        parameters: Those of it that this rank trains.
+        rank: This rank.
     """
+    averaged = {rank}
     for _, module in sharded_modules(model):
         for group in groups_of(module):
-            return tuple(group.mesh_info.mesh.get_coordinate() or ())
-    return ()
+            averaged.update(group.mesh_info.mesh.mesh.flatten().tolist())
+    mesh = next((sharded(p).device_mesh for p in parameters if is_sharded(p)), None)
+    place = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or place is None:
+        return [rank]
+    ranks = mesh.mesh
+    for dimension, own in enumerate(place):
+        # Each step removes a dimension, or leaves it with all its ranks.
+        along = ranks.movedim(dimension, 0)
+        line = mesh.mesh[tuple(slice(None) if d == dimension else p for d, p in enumerate(place))]
+        if {*line.tolist()} <= averaged and line.numel() > 1:
+            ranks = along[own : own + 1].movedim(0, dimension)
+    return sorted(ranks.flatten().tolist())
 
 
 def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:

@@ -75,6 +75,6 @@ def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
         name: partial(average.outline, attached.layout) for name, average in averages.items()
     }
     specs = attached.layout.parameters
-    parameters = {specs[i].name: p for i, p in attached.parameters.items()}
+    parameters = {specs[i].tensor: p for i, p in attached.parameters.items()}
     tracker = ItemTracker(attached.constants, readers, attached.device, parameters)
     return Given(attached, stateful, averages, tracker)

@@ -190,7 +190,15 @@ def test_a_run_goes_on_on_any_mesh(tmp_path: Path, features: str) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize("features", ["", "frozen"])
 def test_shards_copies_and_whole_models_change_places(tmp_path: Path, features: str) -> None:
-    lives = [("even", 2), ("hsdp", 4), ("ddp", 2), ("fsdp+tp", 4), ("single", 1), ("tp", 2)]
+    lives = [
+        ("even", 2),
+        ("hsdp", 4),
+        ("ddp", 2),
+        ("fsdp+tp", 4),
+        ("single", 1),
+        ("tp", 2),
+        ("even", 2),
+    ]
     for number, (kind, size) in enumerate(lives):
         until = 2 * (number + 1)
         words = kind, "loop", until, "--features", features
@@ -203,7 +211,12 @@ def test_shards_copies_and_whole_models_change_places(tmp_path: Path, features: 
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("kinds", "size"),
-    [(("ddp", "tp"), 2), (("tp", "ddp"), 2), (("ddp", "fsdp+tp", "hsdp", "fsdp+tp"), 4)],
+    [
+        (("ddp", "tp"), 2),
+        (("tp", "ddp"), 2),
+        (("ddp", "fsdp+tp", "hsdp", "fsdp+tp"), 4),
+        (("ddp+tp", "fsdp+tp", "ddp+tp"), 4),
+    ],
 )
 def test_ranks_draw_alike_where_the_mesh_says_so(
     tmp_path: Path, kinds: tuple[str, ...], size: int

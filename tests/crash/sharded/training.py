@@ -81,7 +81,7 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("copy", "shard"))
-    if kind in ("tp", "fsdp+tp"):
+    if kind in ("tp", "fsdp+tp", "ddp+tp"):
         both = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
         last = ColwiseParallel(output_layouts=Replicate())
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": last}
@@ -89,7 +89,16 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
         mesh = both["shard"]
     if "checkpointed" in features:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
-    if kind != "tp":
+    if kind == "ddp+tp":  # averaged by hand over the other dimension
+        over = both["shard"].get_group()
+
+        def average(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            dist.all_reduce(local_of(parameter.grad), dist.ReduceOp.AVG, over)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
+    elif kind != "tp":
         for part in model:
             if isinstance(part, nn.Linear) or hasattr(part, "_checkpoint_wrapped_module"):
                 fully_shard(part, mesh=mesh, **options)
@@ -103,7 +112,7 @@ def build(kind: str, world_size: int, features: frozenset[str]) -> nn.Module:
 
 def replica_of(kind: str, rank: int) -> int:
     """Number of the replica of the model that a rank trains, alone or together with others."""
-    return {"tp": 0, "sp": 0, "fsdp+tp": rank // 2}.get(kind, rank)
+    return {"tp": 0, "sp": 0, "fsdp+tp": rank // 2, "ddp+tp": rank // 2}.get(kind, rank)
 
 
 def batch(kind: str, step: int, micro: int, rank: int) -> torch.Tensor:

@@ -201,6 +201,14 @@ def test_what_cannot_be_resumed_is_refused(
     assert f"ConfigError: {says}" in said or says in said.splitlines()[-1]
 
 
+def test_an_average_that_is_made_too_late_is_refused_at_the_first_step(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    assert scripts.run("late average", tmp_path / "run") == [1]
+    said = (tmp_path / "run" / "output.txt").read_text().splitlines()[-1]
+    assert "LateEma made its AveragedModel after train() had prepared the model" in said
+
+
 def test_other_batches_within_an_epoch_are_refused(scripts: Scripts, tmp_path: Path) -> None:
     scripts.run("steps", tmp_path / "run", "on_step_begin:6")
     assert scripts.run("steps", tmp_path / "run", per_device_train_batch_size=2) == [1]

@@ -72,27 +72,23 @@ class Ema(TrainerCallback):
 
 
 class ByNumber(TrainerCallback):
-    """Thaws the first layer at the tenth step, and counts with a state of the usual protocol."""
-
-    def __init__(self) -> None:
-        self.frozen = 0
+    """Thaws the first layer at the tenth step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Freeze or thaw it."""
         model.transformer.h[0].requires_grad_(state.global_step >= 9)
-        self.frozen += state.global_step < 9
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
-        return {"frozen": self.frozen}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
-        self.frozen = state_dict["frozen"]
+class LateEma(TrainerCallback):
+    """An average that is made when training begins, and a state that is there from then on."""
 
-    def kept(self) -> Any:
-        """What is compared."""
-        return self.frozen
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        """Make it."""
+        self.average = AveragedModel(model)
+
+    def state_dict(self) -> Any:
+        """Return the average's."""
+        return self.average.state_dict()
 
 
 KINDS = {
@@ -139,6 +135,7 @@ KINDS = {
     "compiled": Kind(
         dict(max_steps=18, logging_steps=4, torch_compile=True, torch_compile_backend="eager")
     ),
+    "late average": Kind(dict(max_steps=18), more=lambda _: [LateEma()]),
     "two": Kind(
         dict(
             max_steps=10, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, logging_steps=2,
@@ -314,7 +311,7 @@ def main(name: str, folder: str, more: str = "{}", kill: str = "") -> None:
                 if isinstance(c, EarlyStoppingCallback)
             ),
         ],
-        "kept": [made.kept() for made in further],
+        "kept": [made.kept() for made in further if hasattr(made, "kept")],
         "drawn": [random.random(), float(np.random.rand()), float(torch.rand(()))],
         "evaluation": timeless(trainer.evaluate()),
         "loaded": rows.loaded,
