@@ -43,26 +43,28 @@ class Headers:
     """
 
     def __init__(self) -> None:
-        self._unread: list[tuple[torch.Tensor, list[int]]] = []
+        self._unread: list[tuple[torch.Tensor, list[list[int]]]] = []
 
     def begin(self) -> None:
         """Forget the last step's headers."""
         self._unread.clear()
 
-    def check(self, head: torch.Tensor, expected: list[int]) -> None:
-        """Compare a rank's header with what this rank expects.
+    def check(self, heads: torch.Tensor, expected: list[list[int]]) -> None:
+        """Compare ranks' headers with what this rank expects.
 
         Args:
-            head: Header of another rank, int64 ``[HEADER_WORDS]``.
-            expected: This rank's own header, with the other rank's number.
+            heads: Of all ranks, int64 ``[ranks, HEADER_WORDS]``, or its bytes.
+            expected: This rank's own header, with each rank's number.
 
         Raises:
-            UsageError: If that rank is at another step, or has another bucket.
+            UsageError: If a rank is at another step, or has another bucket.
         """
-        if devices.may_look(head):
-            check_header(head, expected)
+        words = heads.contiguous().view(torch.int64)
+        if devices.may_look(words):
+            for head, own in zip(words, expected, strict=True):
+                check_header(head, own)
         else:
-            self._unread.append((head.clone(), expected))
+            self._unread.append((words, expected))
 
     def confirm(self) -> None:
         """Check the headers that were left on an accelerator.
@@ -71,9 +73,10 @@ class Headers:
             UsageError: If a rank was at another step, or had another bucket.
         """
         if self._unread:
-            heads = torch.stack([head for head, _ in self._unread]).cpu()
-            for head, (_, expected) in zip(heads, self._unread, strict=True):
-                check_header(head, expected)
+            heads = torch.cat([heads for heads, _ in self._unread]).cpu()
+            expected = [own for _, all_expected in self._unread for own in all_expected]
+            for head, own in zip(heads, expected, strict=True):
+                check_header(head, own)
             self._unread.clear()
 
 
@@ -86,18 +89,20 @@ def exchange(
     group: dist.ProcessGroup | None,
     headers: Headers | None = None,
     seen: list[torch.Tensor] | None = None,
+    is_clear: bool = False,
 ) -> torch.futures.Future[torch.Tensor]:
     """Replace ``buffer`` by the sum over ranks of everyone's entries.
 
     Args:
         buffer: Flat bucket; overwritten.
-        positions: int64 ``[k]``, strictly ascending positions in ``buffer``. ``k`` must be equal on all
+        positions: int64 or int32 ``[k]``, strictly ascending positions in ``buffer``. ``k`` must be equal on all
             ranks, as `SparseSettings.kept` makes it: another count ends the process inside the backend.
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.
         headers: Checker of the ranks' headers.
         seen: List that receives every rank's positions (int32, ascending) once they have arrived.
+        is_clear: Whether ``buffer`` is all zeros.
 
     Returns:
         Future of ``buffer``. Its ``wait()`` raises UsageError if a rank is at another step, and
@@ -109,7 +114,7 @@ def exchange(
     refuse_large("a bucket of gradients (DistributedDataParallel's bucket_cap_mb)", buffer.numel())
     world_size = 1 if group is None else group.size()
     if world_size == 1:
-        buffer.zero_().index_copy_(0, positions, values)
+        (buffer if is_clear else buffer.zero_()).index_copy_(0, positions.long(), values)
         if seen is not None:
             seen.append(positions.int())
         return completed(buffer)
@@ -125,10 +130,12 @@ def exchange(
             gathering.value()  # raises the exception that made the all-gather fail
         except RuntimeError as error:
             raise RankLost(error) from error
-        buffer.zero_()
-        for rank, share in enumerate(shares):
-            head = share[:_HEADER_BYTES].view(torch.int64)
-            headers.check(head, [rank, stamp, buffer.numel(), positions.numel()])
+        if not is_clear:
+            buffer.zero_()
+        sizes = buffer.numel(), positions.numel()
+        heads = gathered.view(world_size, -1)[:, :_HEADER_BYTES]
+        headers.check(heads, [[rank, stamp, *sizes] for rank in range(world_size)])
+        for share in shares:
             indices, entries = _unpack(share, buffer.dtype, positions.numel())
             buffer.index_add_(0, indices, entries)
             if seen is not None:

@@ -8,15 +8,15 @@ scale, so it means the same under another scale and without a scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from lowdiff.core import devices
-from lowdiff.core.layout import shaped, torch_dtype
-from lowdiff.protocols import ResidualStore
+from lowdiff.core.layout import ResidualLayout, shaped, torch_dtype
+from lowdiff.protocols import LossScale, ResidualStore, WholePair
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
@@ -36,21 +36,41 @@ def residuals_of(layout: Layout) -> Layout:
     )
 
 
+@dataclass(slots=True, eq=False)
+class Scaled:
+    """A loss scale that the host knows."""
+
+    value: float = 1.0
+    _there: torch.Tensor | None = None
+
+    def __call__(self) -> float:
+        """See `LossScale`."""
+        return self.value
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """See `LossScale.on`."""
+        if self._there is None or self._there.device != device:
+            self._there = torch.full((), self.value, dtype=torch.float32, device=device)
+        return self._there
+
+
 class RotatingResidual:
-    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot.
+    """A ``ResidualStore`` over slots, each of which holds the residuals of all parameters.
 
     Large because subclasses place the slots, and everything else about them is here.
+
+    Args:
+        slots: `NUM_SLOTS` of them, uint8 ``[slot_bytes]`` as `ResidualLayout` has it.
+        layout: Of the residuals.
+        loss_scale: By what gradients are multiplied.
     """
 
     def __init__(
-        self,
-        slots: Sequence[Sequence[torch.Tensor]],
-        layout: Layout,
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        self, slots: Sequence[torch.Tensor], layout: Layout, loss_scale: LossScale | None = None
     ) -> None:
-        self._slots = slots
+        self._place(slots, layout)
         self.layout = layout
-        self.loss_scale = loss_scale
+        self.loss_scale = Scaled() if loss_scale is None else loss_scale
         self.slot = 0
         #: Layout index written in this step -> parameter whose optimizer decides whether it counts.
         self._written: dict[int, int] = {}
@@ -58,6 +78,7 @@ class RotatingResidual:
         #: Layout index -> scratch memory for exchanges after the optimizer's step, which are
         #: discarded.
         self._scratch: dict[int, torch.Tensor] = {}
+        self._whole_scratch: torch.Tensor | None = None
         self._used: set[int] = set()
         #: Whether the next slot has been written to since its previous content was needed.
         self._is_open = False
@@ -67,16 +88,45 @@ class RotatingResidual:
         cls,
         layout: Layout,
         device: torch.device,
-        loss_scale: Callable[[], float] = lambda: 1.0,
+        loss_scale: LossScale | None = None,
     ) -> RotatingResidual:
         """Return a store in ordinary memory of a device, which is lost with the process."""
         return cls(zero_slots(layout, device), layout, loss_scale)
 
-    def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ResidualStore.pair``."""
+    def _place(self, slots: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Take slots, and look at the parameters in them."""
+        self._whole = slots
+        self._slots = [views_of(slot, layout) for slot in slots]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the residual lies."""
+        return self._whole[0].device
+
+    def whole_pairs(self, parameters: Iterable[int]) -> list[WholePair]:
+        """See ``ResidualStore.whole_pairs``."""
+        self._open()
+        source, target = self._whole[self.slot], self._whole[self._next]
+        fresh: list[int] = []
+        again: list[int] = []
+        spare: list[int] = []
+        for i in parameters:
+            (spare if i in self._settled else again if i in self._written else fresh).append(i)
+        pairs = [WholePair(fresh, source, target), WholePair(again, target, target)]
+        if spare:
+            if self._whole_scratch is None:
+                self._whole_scratch = torch.empty_like(target)
+            pairs.append(WholePair(spare, target, self._whole_scratch))
+        return [pair for pair in pairs if pair.parameters]
+
+    def _open(self) -> None:
         if not self._is_open:
             self._reuse(self._next)
             self._is_open = True
+
+    def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``ResidualStore.pair``."""
+        self._open()
         target = self._slots[self._next][parameter]
         if parameter in self._settled:
             if parameter not in self._scratch:
@@ -114,6 +164,7 @@ class RotatingResidual:
         self._written = {}
         self._settled.clear()
         self._scratch.clear()
+        self._whole_scratch = None
 
     def current(self) -> dict[int, torch.Tensor]:
         """Return the flat residual of every parameter that has one, by layout index."""
@@ -181,15 +232,16 @@ class RotatingResidual:
         return (self.slot + 1) % NUM_SLOTS
 
 
-def zero_slots(layout: Layout, device: torch.device) -> list[list[torch.Tensor]]:
+def zero_slots(layout: Layout, device: torch.device) -> list[torch.Tensor]:
     """Allocate zeroed slots for a `RotatingResidual`."""
-    return [
-        [
-            torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
-            for spec in layout.parameters
-        ]
-        for _ in range(NUM_SLOTS)
-    ]
+    size = ResidualLayout(layout).slot_bytes
+    return [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+
+
+def views_of(slot: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the flat residual of every parameter in a slot, sharing its memory."""
+    ranges = zip(ResidualLayout(layout).ranges, layout.parameters, strict=True)
+    return [slot[start:stop].view(torch_dtype(spec.dtype)) for (start, stop), spec in ranges]
 
 
 class ErrorFeedback:
@@ -210,6 +262,11 @@ class ErrorFeedback:
 
     def __init__(self, store: ResidualStore) -> None:
         self._store = store
+
+    @property
+    def store(self) -> ResidualStore:
+        """What keeps the residual."""
+        return self._store
 
     def total(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return gradient plus residual, in the next residual's memory and dtype.

@@ -134,8 +134,8 @@ class Lane:
 
         def check() -> None:
             travelling.wait()
-            for rank, head in enumerate(heads):
-                headers.check(head, [rank, stamp, *sizes])
+            expected = [[rank, stamp, *sizes] for rank in range(len(heads))]
+            headers.check(torch.stack(list(heads)), expected)
 
         self._check = check
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from lowdiff.compressors.settings import (
     refuse_other_half,
 )
 from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
+from lowdiff.core import devices
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Decoder, Reducer, ResidualStore
 from lowdiff.types import Layout, Payload, Section
@@ -105,6 +106,10 @@ class TopK(SparseSettings):
         """Make the reducer of one run."""
         if self.value_bits is not None:
             return BinnedTopKReducer(self, layout, residual, group, peers)
+        if devices.takes_whole_buckets(residual.device):
+            from lowdiff.compressors.flat.topk import FlatTopKReducer  # it imports this module
+
+            return FlatTopKReducer(self, layout, residual, group, peers)
         return TopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
@@ -164,7 +169,19 @@ class TopKReducer(SparseReducer):
         if self.compressor.narrow is None and not self.stored.peers:
             return done
         counts = [own.numel() for own in values]
+        return chained(
+            done, self.finishing(parameters, gradients, buffer, counts, seen), buffer.device
+        )
 
+    def finishing(
+        self,
+        parameters: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        counts: Sequence[int],
+        seen: Sequence[torch.Tensor],
+    ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
+        """Return what follows the exchange of a bucket; see `select_of_peers` and `round`."""
         # The backend's thread frees the callback some time after the exchange. The callback must
         # not hold the last reference to the process group then: a thread cannot wait for its own
         # end.
@@ -174,10 +191,10 @@ class TopKReducer(SparseReducer):
             averaged = future.value()
             reducer = owner.pop()
             reducer.select_of_peers(parameters, gradients, buffer, counts, seen)
-            reducer.round(parameters, gradients)
+            reducer.round(parameters, gradients, buffer)
             return averaged
 
-        return chained(done, finish, buffer.device)
+        return finish
 
     def select_of_peers(
         self,
@@ -203,7 +220,9 @@ class TopKReducer(SparseReducer):
                     offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
                     stored.select(i, own.long() - offset)
 
-    def round(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def round(
+        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> None:
         """Round a bucket's gradients, which hold the average over ranks, if values are narrow."""
         narrow = self.compressor.narrow
         for i, gradient in zip(parameters, gradients, strict=True):

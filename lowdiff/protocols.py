@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -17,12 +18,53 @@ if TYPE_CHECKING:
 Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WholePair:
+    """Where the residual of several parameters is read, and where the new one goes.
+
+    Attributes:
+        parameters: Layout indices.
+        source: uint8, all bytes of a slot; `lowdiff.core.layout.ResidualLayout` says which are a parameter's.
+        target: Likewise; the same tensor in a second backward pass.
+    """
+
+    parameters: Sequence[int]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class LossScale(Protocol):
+    """By what the gradients of a step are multiplied; the residual is not."""
+
+    def __call__(self) -> float:
+        """Return it; where it lies on an accelerator and has changed, the host waits for it."""
+        ...
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return it as a float32 ``[]`` on a device, without waiting."""
+        ...
+
+
 class ResidualStore(Protocol):
     """Store of what a reducer did not send (error feedback), parameter by parameter."""
 
     @property
-    def loss_scale(self) -> Callable[[], float]:
-        """By what the gradients of this step are multiplied; the residual is not."""
+    def loss_scale(self) -> LossScale:
+        """By what the gradients of this step are multiplied."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the residual lies."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the residuals."""
+        ...
+
+    def whole_pairs(self, parameters: Iterable[int]) -> Sequence[WholePair]:
+        """Do what `pair` does for several parameters, by the state they are in; usually all are in one."""
         ...
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:

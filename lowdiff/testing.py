@@ -20,8 +20,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from lowdiff.checkpointer import Checkpointer
+from lowdiff.core import devices
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.limits import PLACES
 
@@ -166,6 +168,16 @@ def residual_of(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
     """
     residual = checkpointer._session._live.residual
     return {name: values.clone() for name, values in residual.named().items()}
+
+
+@contextmanager
+def whole_buckets() -> Iterator[None]:
+    """Compress whole buckets on CPUs too, as on accelerators: the bits are the same.
+
+    It counts where a reducer is bound, which ``attach`` does.
+    """
+    with patch.object(devices, "takes_whole_buckets", lambda _: True):
+        yield
 
 
 @contextmanager

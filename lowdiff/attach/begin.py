@@ -424,10 +424,10 @@ def _residual(
     """Return the error-feedback residual where it is to lie: in staging if it outlives a crash."""
     kept = settings.compressor.residual_layout(attached.exchanged)
     if not kept.parameters or settings.residual == "snapshot":
-        return RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
+        return RotatingResidual.zeros(kept, attached.device, scaling)
     if attached.is_on_host:
-        return StagedResidual(folder.residual, kept, scaling.loss_scale)
-    return CopiedResidual(folder.residual, kept, attached.device, scaling.loss_scale)
+        return StagedResidual(folder.residual, kept, scaling)
+    return CopiedResidual(folder.residual, kept, attached.device, scaling)
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

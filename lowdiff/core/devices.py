@@ -22,6 +22,19 @@ def may_look(at: torch.Tensor | torch.device) -> bool:
     return device.type == "cpu"
 
 
+def takes_whole_buckets(device: torch.device) -> bool:
+    """Whether gradients are compressed bucket by bucket, in a fixed number of kernels.
+
+    On a CPU there is nothing to launch, and what is read parameter by parameter stays in its cache.
+    """
+    return not may_look(device)
+
+
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether Triton makes kernels for a device."""
+    return device.type == "cuda"
+
+
 def name_of(device: torch.device) -> str:
     """What a device is called where records tell whose arithmetic they hold."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

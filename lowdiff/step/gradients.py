@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.core.events import Code
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import UsageError
@@ -174,10 +174,11 @@ class Scaling:
         self._scaler = scaler
         self._scale = 1.0
         self._seen: tuple[int, int] | None = None
+        self._told: Scaled | None = None
         self._clipped_by: tuple[float, ...] = ()
 
-    def loss_scale(self) -> float:
-        """By what the gradients that are exchanged now were multiplied."""
+    def __call__(self) -> float:
+        """By what the gradients that are exchanged now were multiplied; see `LossScale`."""
         # It may be updated before or after a commit, or between two backward passes of a step.
         tensor = None if self._scaler is None else self._scaler._scale
         if self._scaler is not None and tensor is not None:
@@ -186,6 +187,15 @@ class Scaling:
                 self._seen, self._scale = seen, float(self._scaler.get_scale())
         return self._scale
 
+    def on(self, device: torch.device) -> torch.Tensor:
+        """See `LossScale.on`."""
+        tensor = None if self._scaler is None else self._scaler._scale
+        if tensor is not None:
+            return tensor.to(device)  # where the scaler has it already
+        if self._told is None or self._told.value != self._scale:
+            self._told = Scaled(self._scale)
+        return self._told.on(device)
+
     def exchanged_at(self, scale: float) -> None:
         """Tell the scale of gradients that are exchanged outside a backward pass."""
         self._scale = scale
@@ -193,7 +203,7 @@ class Scaling:
     @property
     def factors(self) -> tuple[float, ...]:
         """Factors that gradients were probably multiplied by since their exchange, in order."""
-        scale = self.loss_scale()
+        scale = self()
         if scale in (0.0, 1.0):
             return self._clipped_by
         # As ``GradScaler.unscale_`` computes it: a float32.

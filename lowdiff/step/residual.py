@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from lowdiff.compressors.feedback import (
 )
 from lowdiff.core.layout import torch_dtype
 from lowdiff.persistence.staging.residual_slots import ResidualSlots, read_slot
+from lowdiff.protocols import LossScale
 from lowdiff.types import Layout, ResidualMark
 
 #: Steps between two copies of an accelerator's residual; not measured yet.
@@ -24,11 +25,9 @@ COPIED_EVERY = 16
 class StagedResidual(RotatingResidual):
     """A CPU residual whose slots lie in staging, where records name them."""
 
-    def __init__(self, path: Path, layout: Layout, loss_scale: Callable[[], float]) -> None:
+    def __init__(self, path: Path, layout: Layout, loss_scale: LossScale) -> None:
         self._file = ResidualSlots(path, layout, NUM_SLOTS)
-        super().__init__(
-            [_tensors(views, layout) for views in self._file.views], layout, loss_scale
-        )
+        super().__init__(_slots_in(self._file), layout, loss_scale)
         self._mark = self._file.complete(self.slot)
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
@@ -41,10 +40,10 @@ class StagedResidual(RotatingResidual):
         """See ``RotatingResidual.move``."""
         file = ResidualSlots(path, self.layout, NUM_SLOTS)
         # All slots: the residual of the step under way lies in the next one already.
-        for new, old in zip(file.views, self._file.views, strict=True):
-            for target, values in zip(new, old, strict=True):
-                target[:] = values
-        self._file, self._slots = file, [_tensors(views, self.layout) for views in file.views]
+        for slot in range(NUM_SLOTS):
+            file.whole(slot)[:] = self._file.whole(slot)
+        self._file = file
+        self._place(_slots_in(file), self.layout)
         self._complete(self.slot)
 
     def mark(self) -> ResidualMark:
@@ -70,11 +69,11 @@ class CopiedResidual(RotatingResidual):
     """
 
     def __init__(
-        self, path: Path, layout: Layout, device: torch.device, loss_scale: Callable[[], float]
+        self, path: Path, layout: Layout, device: torch.device, loss_scale: LossScale
     ) -> None:
         super().__init__(zero_slots(layout, device), layout, loss_scale)
         self._file = ResidualSlots(path, layout, NUM_SLOTS)
-        self._targets = [_tensors(views, layout) for views in self._file.views]
+        self._targets = _slots_in(self._file)
         self._target = 0
         self._mark: ResidualMark | None = None
 
@@ -85,15 +84,13 @@ class CopiedResidual(RotatingResidual):
             return
         self._target = (self._target + 1) % NUM_SLOTS
         self._file.reuse(self._target)
-        current = self._slots[self.slot]
-        for target, values in zip(self._targets[self._target], current, strict=True):
-            target.copy_(values)
+        self._targets[self._target].copy_(self._whole[self.slot])
         self._mark = self._file.complete(self._target)
 
     def move(self, path: Path) -> None:
         """See ``RotatingResidual.move``; there is no copy in the new file yet."""
         self._file = ResidualSlots(path, self.layout, NUM_SLOTS)
-        self._targets = [_tensors(views, self.layout) for views in self._file.views]
+        self._targets = _slots_in(self._file)
         self._mark = None
 
     def mark(self) -> ResidualMark | None:
@@ -111,6 +108,13 @@ def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.
     if views is None:
         return None
     return _tensors([memoryview(bytearray(view)) for view in views], layout)
+
+
+def _slots_in(file: ResidualSlots) -> list[torch.Tensor]:
+    """Return the slots of a file, sharing its memory."""
+    return [
+        torch.from_numpy(np.frombuffer(file.whole(slot), np.uint8)) for slot in range(NUM_SLOTS)
+    ]
 
 
 def _tensors(views: Sequence[memoryview], layout: Layout) -> list[torch.Tensor]:

@@ -22,11 +22,11 @@ import numpy as np
 from crc32c import crc32c
 
 from lowdiff.core.events import Code
+from lowdiff.core.layout import ResidualLayout
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.files.mapped_file import MappedFile, read_view
 from lowdiff.types import Layout, ResidualMark
 
-_ALIGNMENT = 64
 _HEAD = struct.Struct("<QQ")
 _STAMP = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -35,19 +35,6 @@ _BOOT_BYTES = 32
 _BOOT_AT = _HEAD_BYTES - _BOOT_BYTES
 _MOST_SLOTS = (_BOOT_AT - _HEAD.size) // _STAMP.size
 _HALF = 32
-
-
-class ResidualLayout:
-    """Byte ranges of every parameter inside a slot."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.ranges: list[tuple[int, int]] = []
-        offset = 0
-        for spec in layout.parameters:
-            size = spec.nbytes
-            self.ranges.append((offset, offset + size))
-            offset += size + (-size % _ALIGNMENT)
-        self.slot_bytes = max(offset, _ALIGNMENT)
 
 
 class ResidualSlots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lowdiff import testing
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
@@ -29,6 +31,9 @@ FAMILY: dict[str, Compressor] = {
     "topk of 2 bits": TopK(0.05, dense_below=64, value_bits=2),
     "topk of 4 bits warming up": TopK(0.01, dense_below=64, warmup=3, value_bits=4),
     "topk warming up": TopK(0.01, dense_below=64, warmup=3),
+    "topk by buckets": TopK(0.05, dense_below=64),
+    "topk by buckets warming up": TopK(0.01, dense_below=64, warmup=3),
+    "topk by buckets bfloat16": TopK(0.05, dense_below=64, value_dtype=torch.bfloat16),
     "cyclic": CyclicTopK(0.05, dense_below=64),
     "cyclic of 2 bits": CyclicTopK(0.05, dense_below=64, value_bits=2),
     "randomk": RandomK(0.05, dense_below=64, seed=7),
@@ -41,6 +46,12 @@ FAMILY: dict[str, Compressor] = {
     "cast to bfloat16": Cast(torch.bfloat16),
     "cast to float16": Cast(torch.float16),
 }
+
+
+def as_named(name: str) -> AbstractContextManager[None]:
+    """Inside, compressors are bound as those of `FAMILY` with such a name are."""
+    return testing.whole_buckets() if "by buckets" in name else nullcontext()
+
 
 SHAPES = ((1,), (3,), (63,), (300,), (24, 40), (100, 17), (8, 6, 3, 3), (0,), (1777,))
 #: What is done to gradients between hook and optimizer.
@@ -109,7 +120,8 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
     layout, compressor = case.layout, case.made
     kept = compressor.residual_layout(layout)
     residual = RotatingResidual.zeros(kept, torch.device("cpu"))
-    reducer = compressor.bind(layout, residual, group)
+    with as_named(case.compressor):
+        reducer = compressor.bind(layout, residual, group)
     report = []
     of_dtype = [[i for i, _ in layout.of_dtype(d)] for d in layout.dtypes]
     buckets = of_dtype if case.one_bucket else [[i] for b in reversed(of_dtype) for i in b]

@@ -22,6 +22,7 @@ from tests.contract.compressors import (
     SHAPES,
     Case,
     Patterns,
+    as_named,
     decoded,
     exact,
     payload_of,
@@ -141,7 +142,8 @@ def test_a_later_backward_pass_does_not_replace_what_an_optimizer_consumed(name:
     case = Case(name, ((24, 40), (300,), (24, 40)), (torch.float32,) * 3, ("nothing",), 2)
     layout, compressor = case.layout, case.made
     residual = RotatingResidual.zeros(compressor.residual_layout(layout), torch.device("cpu"))
-    reducer = compressor.bind(layout, residual, None)
+    with as_named(name):
+        reducer = compressor.bind(layout, residual, None)
     reducer.begin(1)
     first = reduced(reducer, case.gradients(0, 1), [[0, 1, 2]])
     reducer.consume([first[0] * 0.3, first[1], None])

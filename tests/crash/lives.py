@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def live(
     random.seed(seed)
     np.random.seed(seed)
     made = build(rank, world_size)
+    settings = dict(settings)
+    by_buckets = settings.pop("by_buckets", False)  # see `lowdiff.testing.whole_buckets`
     checkpointer = lowdiff.Checkpointer(
         run.format(rank=rank),
         staging=staging.format(rank=rank),
@@ -77,7 +80,8 @@ def live(
             **settings,
         },
     )
-    resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
+    with lowdiff.testing.whole_buckets() if by_buckets else nullcontext():
+        resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
     losses: dict[int, str] = {}
     counts = made.commits == "steps"
     for step in checkpointer.steps(until) if counts else range(resumed, until):

@@ -12,7 +12,7 @@ from tests.crash.lives import Kill, assert_identical, history
 from tests.crash.pool import Pool
 
 STEPS = 11
-QUICK = {("8 bits", 1), ("topk of 2 bits", 2)}
+QUICK = {("8 bits", 1), ("topk of 2 bits", 2), ("topk by buckets", 2)}
 
 
 def marks(name: str, size: int) -> list[pytest.MarkDecorator]:
@@ -33,7 +33,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_size: int) -> None:
     """AdamW, clipping after the hook, dropout, a scheduler."""
-    settings = {"compressor": FAMILY[name]}
+    settings = {"compressor": FAMILY[name], "by_buckets": "by buckets" in name}
     build = TRAININGS["gpt_adamw"]
     whole = history(
         pool, build, tmp_path / "whole", world_size=world_size, until=STEPS, settings=settings
@@ -90,7 +90,7 @@ REPRESENTATIVES = (
 )
 def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, name: str) -> None:
     world_size = 1 if loop in PLAIN else 2
-    settings = {"compressor": FAMILY[name]}
+    settings = {"compressor": FAMILY[name], "by_buckets": "by buckets" in name}
     whole = history(
         pool,
         TRAININGS[loop],
@@ -110,3 +110,21 @@ def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, na
     )
     assert killed.resumed == [6]
     assert_identical(killed, whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_buckets_train_to_the_bits_of_single_parameters(
+    pool: Pool, tmp_path: Path, world_size: int
+) -> None:
+    found = [
+        history(
+            pool,
+            TRAININGS["gpt_adamw"],
+            tmp_path / str(by_buckets),
+            world_size=world_size,
+            until=STEPS,
+            settings={"compressor": FAMILY["topk warming up"], "by_buckets": by_buckets},
+        )
+        for by_buckets in (False, True)
+    ]
+    assert_identical(*found)

@@ -12,7 +12,9 @@ from lowdiff.compressors.feedback import (
     NUM_SLOTS,
     ErrorFeedback,
     RotatingResidual,
+    Scaled,
     residuals_of,
+    views_of,
     zero_slots,
 )
 from lowdiff.types import Layout, ParameterSpec
@@ -164,7 +166,7 @@ def test_only_what_an_optimizer_consumed_becomes_current() -> None:
 def test_float16_is_owed_in_float32() -> None:
     layout = Layout((ParameterSpec("a", (2,), (1,), "float16", 0),))
     scale = 2.0**16
-    store = RotatingResidual.zeros(residuals_of(layout), torch.device("cpu"), lambda: scale)
+    store = RotatingResidual.zeros(residuals_of(layout), torch.device("cpu"), Scaled(scale))
     feedback = ErrorFeedback(store)
     for _ in range(3):
         total = feedback.total(0, torch.full((2,), 2.0**-12, dtype=torch.float16))
@@ -177,9 +179,10 @@ def test_float16_is_owed_in_float32() -> None:
 def test_the_residual_does_not_know_the_loss_scale() -> None:
     scale = 1.0
     plain = residual()
-    scaled = RotatingResidual.zeros(LAYOUT, torch.device("cpu"), lambda: scale)
+    scaled = RotatingResidual.zeros(LAYOUT, torch.device("cpu"))
     gradient = torch.tensor([1.0, -2.0, 3.0, 0.3])
     for scale in (1.0, 1024.0, 2.0**-20, 8.0):
+        scaled.loss_scale = Scaled(scale)
         for store, by in ((plain, 1.0), (scaled, scale)):
             feedback = ErrorFeedback(store)
             feedback.sent(0, feedback.total(0, gradient * by) * 0.25)
@@ -221,7 +224,7 @@ def test_it_behaves_like_a_dictionary_that_is_copied_at_every_step(
         # The residual of the step before is still whole: ranks may be one step apart.
         if earlier:
             slot, old = earlier[-1]
-            kept = {i: float(slots[slot][i][0]) for i in old}
+            kept = {i: float(views_of(slots[slot], LAYOUT)[i][0]) for i in old}
             assert kept == old
         earlier.append((store.slot, model))
     assert NUM_SLOTS == 3

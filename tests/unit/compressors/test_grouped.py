@@ -11,7 +11,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer, decoding
 from lowdiff.core.layout import cut_out, replica_groups, trained_by
 from lowdiff.types import Block, Layout, ParameterSpec
-from tests.contract.compressors import FAMILY, exact
+from tests.contract.compressors import FAMILY, as_named, exact
 
 _SHAPES = ((30, 40), (7,), (0,), (900,), (20, 50))
 #: Two ranks, each alone with its shards.
@@ -57,7 +57,8 @@ def test_every_compressor_decodes_what_each_group_consumed(name: str) -> None:
         part = trained_by(layout, rank)
         kept = compressor.residual_layout(part.layout)
         residual = RotatingResidual.zeros(kept, torch.device("cpu"))
-        reducer = GroupedReducer(compressor.bind(part.layout, residual, None), part, {})
+        with as_named(name):
+            reducer = GroupedReducer(compressor.bind(part.layout, residual, None), part, {})
         reducer.begin(stamp_of(0, 1))
         sizes = [layout.parameters[i].numel for i in part.indices]
         # As FSDP does, leave room between the gradients.

@@ -16,7 +16,7 @@ from lowdiff.core.layout import flat
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.protocols import Compressor
 from lowdiff.types import Payload
-from tests.contract.compressors import CHANGES, FAMILY, Case, reduced
+from tests.contract.compressors import CHANGES, FAMILY, Case, as_named, reduced
 from tests.crash.pool import Pool
 
 WORLD = 3
@@ -57,7 +57,8 @@ def payloads(rank: int, world_size: int, steps: Steps) -> list[list[Bits]]:
     layout = case.layout
     residual = RotatingResidual.zeros(compressor.residual_layout(layout), torch.device("cpu"))
     others = [other for other in range(world_size) if other != rank]
-    reducer = compressor.bind(layout, residual, dist.group.WORLD, others)
+    with as_named(steps.compressor):
+        reducer = compressor.bind(layout, residual, dist.group.WORLD, others)
     buckets = [[i for i, _ in layout.of_dtype(dtype)] for dtype in layout.dtypes]
     report = []
     for step, change in enumerate(case.changes, start=1):

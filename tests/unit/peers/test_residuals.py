@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
-from lowdiff.core.layout import torch_dtype
+from lowdiff.core.layout import ResidualLayout, torch_dtype
 from lowdiff.errors import RankLost
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.peers.residuals import KeptResidual, Outgoing, Part, Plan
 from lowdiff.peers.spans import Spans
-from lowdiff.persistence.staging.residual_slots import ResidualLayout
 from lowdiff.step.residual import StagedResidual, read_residual
 from lowdiff.testing import limits
 from lowdiff.types import Layout, ParameterSpec, ResidualMark

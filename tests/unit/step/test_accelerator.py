@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.commit.replica_queue import ReplicaQueue
+from lowdiff.compressors.feedback import Scaled
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.recovery.inspect.verify import verify
@@ -268,7 +269,7 @@ def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
 def test_a_residual_is_copied_every_few_steps_into_the_next_slot(tmp_path: Path) -> None:
     spec = ParameterSpec("a", (3,), (1,), "float32", 0)
     layout = Layout((spec,))
-    residual = CopiedResidual(tmp_path / "slots", layout, torch.device("cpu"), lambda: 1.0)
+    residual = CopiedResidual(tmp_path / "slots", layout, torch.device("cpu"), Scaled())
     marks = {}
     for step in range(1, 3 * COPIED_EVERY + 1):
         residual.pair(0)[1].fill_(step)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lowdiff.core.layout import ResidualLayout
 from lowdiff.persistence.staging.residual_slots import (
-    ResidualLayout,
     ResidualSlots,
     checksum_slots,
     read_slot,

@@ -1,0 +1,232 @@
+"""The Triton kernels as operators of PyTorch, and the selection that calls them in turn.
+
+An operator is one launch. Each has a fake, so that what a step launches can be counted without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowdiff.compressors.flat import kernels
+from lowdiff.compressors.flat.selection import Entries
+from lowdiff.compressors.flat.table import Table
+
+#: Bits of the three digits of a pattern; a parameter's counts have room for the first.
+_DIGITS = 11, 10, 10
+_WIDTH = 1 << _DIGITS[0]
+#: No product and sum become one operation that rounds once: the bits are those of PyTorch's operations in turn.
+_LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+_library = torch.library.Library("lowdiff", "FRAGMENT")
+
+
+def _operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
+    """Define an operator that changes what its schema says, and returns nothing."""
+    name = _library.define(f"{schema} -> ()")
+    for key in ("CUDA", "CPU"):  # on CPUs Triton interprets
+        _library.impl(name, launch, key)
+    torch.library.register_fake(f"lowdiff::{name}", lambda *_: None, lib=_library)
+    made: Callable[..., None] = getattr(torch.ops.lowdiff, name).default
+    return made
+
+
+_BLOCKS = "Tensor table, int num_blocks, int num_segments, int block, int chunk"
+_ROOMS = "Tensor{} rooms, Tensor{} totals, Tensor{} sizes, int room"
+
+
+def _roomy(marks: str = "") -> str:
+    return _ROOMS.format(*(f"({mark}!)" for mark in marks) if marks else ("", "", ""))
+
+
+def _launch_add_up(*given: Any) -> None:
+    *tensors, table, num_blocks, num_segments, block, chunk = given
+    kernels.add_up[(num_blocks,)](
+        *tensors, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, WIDTH=_WIDTH, SHIFT=31 - _DIGITS[0], **_LAUNCH,
+    )  # fmt: skip
+
+
+def _launch_find(counts: Any, state: Any, num_segments: int, bits: int) -> None:
+    kernels.find[(num_segments,)](counts, state, num_segments, BITS=bits, WIDTH=_WIDTH, **_LAUNCH)
+
+
+def _launch_gather(*given: Any) -> None:
+    target, state, counts, rooms, totals, sizes, room, table, *numbers = given
+    num_blocks, num_segments, block, chunk = numbers
+    kernels.gather[(num_blocks,)](
+        target, state, counts, rooms, totals, sizes, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, ROOM=room, WIDTH=_WIDTH, FIRST=_DIGITS[0], SECOND=_DIGITS[1], **_LAUNCH,
+    )  # fmt: skip
+
+
+def _launch_count_last(*given: Any) -> None:
+    target, state, counts, rooms, totals, sizes, room, table, *numbers = given
+    num_blocks, num_segments, block, chunk = numbers
+    kernels.count_last[(num_blocks,)](
+        target, state, counts, rooms, totals, sizes, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, ROOM=room, WIDTH=_WIDTH, THIRD=_DIGITS[2], **_LAUNCH,
+    )  # fmt: skip
+
+
+def _launch_tally(*given: Any) -> None:
+    target, state, above, equal, rooms, totals, sizes, room, table, *numbers = given
+    num_blocks, num_segments, block, chunk = numbers
+    kernels.tally[(num_blocks,)](
+        target, state, rooms, totals, sizes, above, equal, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, ROOM=room, **_LAUNCH,
+    )  # fmt: skip
+
+
+def _launch_place(*given: Any) -> None:
+    state, above, equal, table, num_blocks, num_segments, _, chunk = given
+    kernels.place[(num_segments,)](
+        state, above, equal, table, num_blocks, num_segments, CHUNK=chunk, **_LAUNCH
+    )
+
+
+def _launch_write(*given: Any) -> None:
+    target, state, above, equal, positions, own, values, *rest = given
+    rooms, totals, sizes, room, table, num_blocks, num_segments, block, chunk = rest
+    kernels.write[(num_blocks,)](
+        target, state, rooms, totals, sizes, above, equal, positions, own, values, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, ROOM=room, **_LAUNCH,
+    )  # fmt: skip
+
+
+def _launch_unscale(*given: Any) -> None:
+    target, scale, table, num_blocks, num_segments, block, chunk = given
+    kernels.unscale[(num_blocks,)](
+        target, scale, table, num_blocks, num_segments, BLOCK=block, CHUNK=chunk, **_LAUNCH
+    )
+
+
+_ENTRIES = "Tensor({}!) positions, Tensor({}!) own, Tensor({}!) values"
+_add_up = _operator(
+    "topk_add_up(Tensor(a!) bucket, Tensor source, Tensor(b!) target, Tensor scale, Tensor(c!) state, "
+    f"Tensor(d!) counts, {_ENTRIES.format(*'efg')}, {_BLOCKS})",
+    _launch_add_up,
+)
+_find = _operator(
+    "topk_find(Tensor(a!) counts, Tensor(b!) state, int num_segments, int bits)", _launch_find
+)
+_gather = _operator(
+    f"topk_gather(Tensor target, Tensor state, Tensor(a!) counts, {_roomy('bcd')}, {_BLOCKS})",
+    _launch_gather,
+)
+_count_last = _operator(
+    f"topk_count_last(Tensor target, Tensor state, Tensor(a!) counts, {_roomy()}, {_BLOCKS})",
+    _launch_count_last,
+)
+_tally = _operator(
+    f"topk_tally(Tensor target, Tensor state, Tensor(a!) above, Tensor(b!) equal, {_roomy()}, {_BLOCKS})",
+    _launch_tally,
+)
+_place = _operator(
+    f"topk_place(Tensor state, Tensor(a!) above, Tensor(b!) equal, {_BLOCKS})", _launch_place
+)
+_write = _operator(
+    "topk_write(Tensor(a!) target, Tensor state, Tensor above, Tensor equal, "
+    f"{_ENTRIES.format(*'bcd')}, {_roomy()}, {_BLOCKS})",
+    _launch_write,
+)
+_unscale = _operator(f"topk_unscale(Tensor(a!) target, Tensor scale, {_BLOCKS})", _launch_unscale)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How work is divided.
+
+    Attributes:
+        block: Elements of a block.
+        chunk: Of these, how many a program takes at once; a power of two that divides the block.
+        room: Candidates of a block that are kept apart.
+    """
+
+    block: int = 8192
+    chunk: int = 2048
+    room: int = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Rooms:
+    """Scratch memory, kept from bucket to bucket: they are worked on one after the other."""
+
+    counts: torch.Tensor
+    places: torch.Tensor
+    totals: torch.Tensor
+    of_block: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class TritonSelection:
+    """Selection by kernels of Triton; see `lowdiff.compressors.flat.kernels`.
+
+    Attributes:
+        sizes: How work is divided.
+    """
+
+    sizes: Sizes = field(default_factory=Sizes)
+    _rooms: dict[torch.dtype, _Rooms] = field(default_factory=dict)
+
+    @property
+    def block(self) -> int:
+        """See `Selection`."""
+        return self.sizes.block
+
+    def __call__(
+        self,
+        bucket: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        table: Table,
+    ) -> Entries:
+        """See `Selection`."""
+        count, device = table.num_entries, bucket.device
+        entries = Entries(
+            torch.empty(count, dtype=torch.int32, device=device),
+            torch.empty(count, dtype=torch.int64, device=device),
+            torch.empty(count, dtype=bucket.dtype, device=device),
+        )
+        of_entries = entries.positions, entries.own, entries.values
+        num_segments, state = len(table.segments), table.state.clone()
+        rooms = self._rooms_for(target, table)
+        counts = rooms.counts[: num_segments * _WIDTH]
+        sizes, above, equal = rooms.of_block[:, : table.num_blocks].unbind()
+        of_blocks = (
+            *(table.values, table.num_blocks, num_segments),
+            *(self.sizes.block, self.sizes.chunk),
+        )
+        filled = table.num_blocks * self.sizes.room
+        candidates = rooms.places[:filled], rooms.totals[:filled], sizes, self.sizes.room
+        _add_up(bucket, source, target, scale, state, counts, *of_entries, *of_blocks)
+        _find(counts, state, num_segments, _DIGITS[0])
+        _gather(target, state, counts, *candidates, *of_blocks)
+        _find(counts, state, num_segments, _DIGITS[1])
+        _count_last(target, state, counts, *candidates, *of_blocks)
+        _find(counts, state, num_segments, _DIGITS[2])
+        _tally(target, state, above, equal, *candidates, *of_blocks)
+        _place(state, above, equal, *of_blocks)
+        _write(target, state, above, equal, *of_entries, *candidates, *of_blocks)
+        _unscale(target, scale, *of_blocks)
+        return entries
+
+    def _rooms_for(self, target: torch.Tensor, table: Table) -> _Rooms:
+        """Return scratch memory that is large enough."""
+        rooms = self._rooms.get(target.dtype)
+        blocks, counts = table.num_blocks, len(table.segments) * _WIDTH
+        if rooms is not None:
+            blocks = max(blocks, rooms.of_block.shape[1])
+            counts = max(counts, rooms.counts.numel())
+        if rooms is None or (blocks, counts) != (rooms.of_block.shape[1], rooms.counts.numel()):
+            size, device = blocks * self.sizes.room, target.device
+            rooms = self._rooms[target.dtype] = _Rooms(
+                torch.zeros(counts, dtype=torch.int32, device=device),
+                torch.empty(size, dtype=torch.int32, device=device),
+                torch.empty(size, dtype=target.dtype, device=device),
+                torch.empty(3, blocks, dtype=torch.int32, device=device),
+            )
+        return rooms

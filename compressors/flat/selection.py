@@ -1,0 +1,129 @@
+"""Exact top-k with error feedback over some parameters of a bucket, in a fixed number of operations.
+
+What it does to one parameter, `lowdiff.compressors.sparse` says: gradient plus residual is the total; its k largest
+magnitudes are sent, NaN first, ties to the lowest index; the rest is the residual. Entries, residual and cleared bucket have
+the bits that the CPU's selector makes of the same input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lowdiff.compressors.flat.table import Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """What is sent of some segments, one after the other, each ascending.
+
+    Attributes:
+        positions: int32 ``[entries]``, in the bucket.
+        own: int64 ``[entries]``, in the parameter.
+        values: ``[entries]``, dtype of the bucket.
+    """
+
+    positions: torch.Tensor
+    own: torch.Tensor
+    values: torch.Tensor
+
+
+class Selection(Protocol):
+    """Selects entries of a bucket."""
+
+    @property
+    def block(self) -> int:
+        """Elements of a block of its tables."""
+        ...
+
+    def __call__(
+        self,
+        bucket: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        table: Table,
+    ) -> Entries:
+        """Take the entries out of a bucket; its segments are zeros then.
+
+        Args:
+            bucket: Flat gradients; float32, bfloat16 or float16.
+            source: Flat residual; float32 or bfloat16.
+            target: Flat residual that is written; may be ``source``.
+            scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
+            table: Where what is.
+        """
+        ...
+
+
+class TorchSelection:
+    """Selection by PyTorch's own operations: the elements of all segments are sorted by segment and magnitude."""
+
+    #: Of its tables, blocks are not read.
+    block = 1 << 30
+
+    def __call__(
+        self,
+        bucket: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        table: Table,
+    ) -> Entries:
+        """See `Selection`."""
+        segments, device = table.segments, bucket.device
+        starts, lengths, _, kept, outs, *_ = (
+            table.values[2 * table.num_blocks :].view(7, -1).unbind()
+        )
+        size = sum(segment.length for segment in segments)
+        number = torch.repeat_interleave(
+            torch.arange(len(segments), device=device), lengths, output_size=size
+        )
+        gradients = [bucket[s.start : s.start + s.length] for s in segments]
+        gradient = torch.cat(gradients)
+        # A sum with -0.0 has the other addend's bits, also where that is -0.0.
+        nothing = torch.full((), -0.0, dtype=source.dtype, device=device)
+        owed = torch.cat(
+            [
+                nothing.expand(s.length) if s.is_whole else source[s.owed : s.owed + s.length]
+                for s in segments
+            ]
+        )
+        total = (owed * scale).to(owed.dtype).add_(gradient)
+        is_used = (kept == lengths).index_add(0, number, gradient != 0)
+        torch._foreach_zero_(gradients)
+        key = number << 31 | (0x7FFFFFFF - pattern(total))
+        order = torch.sort(key, stable=True).indices
+        begun = lengths.cumsum(0) - lengths
+        of_entry = torch.repeat_interleave(
+            torch.arange(len(segments), device=device), kept, output_size=table.num_entries
+        )
+        rank = torch.arange(table.num_entries, device=device) - outs[of_entry]
+        chosen = order[begun[of_entry] + rank].sort().values
+        values = total[chosen].to(bucket.dtype)
+        values = torch.where(is_used[of_entry], values, torch.zeros_like(values))
+        total.index_add_(0, chosen, values.to(total.dtype), alpha=-1)
+        total.div_(scale).nan_to_num_(0.0, 0.0, 0.0)
+        parts = zip(total.split([s.length for s in segments]), segments, strict=True)
+        left = [(part, s) for part, s in parts if not s.is_whole]
+        if left:
+            torch._foreach_copy_(
+                [target[s.owed : s.owed + s.length] for _, s in left], [part for part, _ in left]
+            )
+        own = chosen - begun[of_entry]
+        return Entries((own + starts[of_entry]).int(), own, values)
+
+
+def pattern(values: torch.Tensor) -> torch.Tensor:
+    """Magnitudes as int64 of 31 bits that order as magnitudes do, all NaN alike above infinity.
+
+    Args:
+        values: float32 or bfloat16.
+    """
+    if values.element_size() == 2:
+        found = values.view(torch.int16).long().bitwise_and_(0x7FFF).bitwise_left_shift_(16)
+    else:
+        found = values.view(torch.int32).long().bitwise_and_(0x7FFFFFFF)
+    return found.masked_fill_(found > 0x7F800000, 0x7FFFFFFF)
