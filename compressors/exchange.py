@@ -7,6 +7,8 @@ initial ones after a restart; a sum that depends on the buckets would make a res
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,8 @@ from lowdiff.errors import RankLost, UsageError
 HEADER_WORDS = 4
 _HEADER_BYTES = 8 * HEADER_WORDS
 _STEP_BITS = 40
+#: What has 31 bits for positions.
+_BUCKET = "a bucket of gradients (DistributedDataParallel's bucket_cap_mb)"
 
 
 def stamp_of(incarnation: int, step: int) -> int:
@@ -80,6 +84,41 @@ class Headers:
             self._unread.clear()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Wire:
+    """One rank's entries of a bucket as they are sent: ``[header int64 x 4 | positions, padded to 8 | values]``.
+
+    Attributes:
+        data: uint8; as many on all ranks.
+        head: int64 ``[HEADER_WORDS]``.
+        positions: int32 ``[k]``.
+        values: ``[k]``.
+    """
+
+    data: torch.Tensor
+    head: torch.Tensor
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, count: int, dtype: torch.dtype, device: torch.device) -> Wire:
+        """Make one for so many entries, to be filled."""
+        size = _HEADER_BYTES + _index_bytes(count) + count * dtype.itemsize
+        size += -size % 8  # keeps every rank's part aligned inside the gathered tensor
+        return cls.view(torch.empty(size, dtype=torch.uint8, device=device), dtype, count)
+
+    @classmethod
+    def view(cls, data: torch.Tensor, dtype: torch.dtype, count: int) -> Wire:
+        """Look at what a rank sent."""
+        start = _HEADER_BYTES + _index_bytes(count)
+        return cls(
+            data,
+            data[:_HEADER_BYTES].view(torch.int64),
+            data[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32),
+            data[start : start + count * dtype.itemsize].view(dtype),
+        )
+
+
 def exchange(
     buffer: torch.Tensor,
     positions: torch.Tensor,
@@ -89,20 +128,18 @@ def exchange(
     group: dist.ProcessGroup | None,
     headers: Headers | None = None,
     seen: list[torch.Tensor] | None = None,
-    is_clear: bool = False,
 ) -> torch.futures.Future[torch.Tensor]:
     """Replace ``buffer`` by the sum over ranks of everyone's entries.
 
     Args:
         buffer: Flat bucket; overwritten.
-        positions: int64 or int32 ``[k]``, strictly ascending positions in ``buffer``. ``k`` must be equal on all
+        positions: int64 ``[k]``, strictly ascending positions in ``buffer``. ``k`` must be equal on all
             ranks, as `SparseSettings.kept` makes it: another count ends the process inside the backend.
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.
         headers: Checker of the ranks' headers.
         seen: List that receives every rank's positions (int32, ascending) once they have arrived.
-        is_clear: Whether ``buffer`` is all zeros.
 
     Returns:
         Future of ``buffer``. Its ``wait()`` raises UsageError if a rank is at another step, and
@@ -111,19 +148,58 @@ def exchange(
     Raises:
         UnsupportedModel: If the bucket has more elements than 31 bits number.
     """
-    refuse_large("a bucket of gradients (DistributedDataParallel's bucket_cap_mb)", buffer.numel())
-    world_size = 1 if group is None else group.size()
-    if world_size == 1:
-        (buffer if is_clear else buffer.zero_()).index_copy_(0, positions.long(), values)
-        if seen is not None:
-            seen.append(positions.int())
-        return completed(buffer)
+    if group is None or group.size() == 1:
+        return completed(assigned(buffer.zero_(), positions, values, seen))
+    wire = Wire.empty(positions.numel(), values.dtype, buffer.device)
+    wire.positions.copy_(positions)
+    wire.values.copy_(values)
+    return gather(buffer, wire, stamp=stamp, group=group, headers=headers, seen=seen)
 
+
+def assigned(
+    buffer: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    seen: list[torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return a buffer of zeros with a single process's entries; for arguments see `exchange`."""
+    refuse_large(_BUCKET, buffer.numel())
+    buffer.index_copy_(0, positions.long(), values)
+    if seen is not None:
+        seen.append(positions.int())
+    return buffer
+
+
+def gather(
+    buffer: torch.Tensor,
+    wire: Wire,
+    *,
+    stamp: int,
+    group: dist.ProcessGroup,
+    headers: Headers | None = None,
+    seen: list[torch.Tensor] | None = None,
+    is_clear: bool = False,
+) -> torch.futures.Future[torch.Tensor]:
+    """Do what `exchange` does with entries that several ranks send.
+
+    Args:
+        buffer: Flat bucket; overwritten.
+        wire: This rank's entries; its header is filled here.
+        stamp: See `exchange`.
+        group: Likewise.
+        headers: Likewise.
+        seen: Likewise.
+        is_clear: Whether ``buffer`` is all zeros already.
+    """
+    refuse_large(_BUCKET, buffer.numel())
     headers = Headers() if headers is None else headers
-    wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp])
-    gathered = torch.empty(world_size * wire.numel(), dtype=torch.uint8, device=wire.device)
+    world_size, count = group.size(), wire.positions.numel()
+    head = [dist.get_rank(group), stamp, buffer.numel(), count]
+    wire.head.copy_(torch.tensor(head, device="cpu"), non_blocking=True)
+    size = wire.data.numel()
+    gathered = torch.empty(world_size * size, dtype=torch.uint8, device=buffer.device)
     shares = list(gathered.chunk(world_size))
-    work = dist.all_gather(shares, wire, group=group, async_op=True)
+    work = dist.all_gather(shares, wire.data, group=group, async_op=True)
 
     def add_in_rank_order(gathering: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
@@ -132,43 +208,16 @@ def exchange(
             raise RankLost(error) from error
         if not is_clear:
             buffer.zero_()
-        sizes = buffer.numel(), positions.numel()
-        heads = gathered.view(world_size, -1)[:, :_HEADER_BYTES]
-        headers.check(heads, [[rank, stamp, *sizes] for rank in range(world_size)])
+        heads = gathered.view(world_size, size)[:, :_HEADER_BYTES]
+        headers.check(heads, [[rank, *head[1:]] for rank in range(world_size)])
         for share in shares:
-            indices, entries = _unpack(share, buffer.dtype, positions.numel())
-            buffer.index_add_(0, indices, entries)
+            sent = Wire.view(share, buffer.dtype, count)
+            buffer.index_add_(0, sent.positions, sent.values)
             if seen is not None:
-                seen.append(indices)
+                seen.append(sent.positions)
         return buffer
 
     return chained(work.get_future(), add_in_rank_order, buffer.device)
-
-
-def _pack(
-    buffer: torch.Tensor,
-    positions: torch.Tensor,
-    values: torch.Tensor,
-    origin: list[int],
-) -> torch.Tensor:
-    """Return ``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
-    index_bytes = _index_bytes(positions.numel())
-    total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
-    total += -total % 8  # keeps every rank's part aligned inside the gathered tensor
-    wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
-    header = torch.tensor([*origin, buffer.numel(), positions.numel()], device="cpu")
-    wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)
-    indices, entries = _unpack(wire, values.dtype, positions.numel())
-    indices.copy_(positions)
-    entries.copy_(values)
-    return wire
-
-
-def _unpack(share: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
-    start = _HEADER_BYTES + _index_bytes(count)
-    indices = share[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32)
-    values = share[start : start + count * dtype.itemsize].view(dtype)
-    return indices, values
 
 
 def _index_bytes(count: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowdiff.compressors.flat.selection import Selection, TorchSelection
+from lowdiff.compressors.flat.selection import Entries, Selection, TorchSelection
 from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.core import devices
 from lowdiff.core.events import Code
@@ -61,7 +61,9 @@ def _are_alike(kernels: Selection, plain: Selection, device: torch.device) -> bo
     for selection in (kernels, plain):
         bucket, owed = gradient.clone(), gradient.flip(0)
         scale = torch.full((), 3.0, device=device)
-        entries = selection(bucket, owed, owed, scale, table_of(segments, selection.block, device))
+        table = table_of(segments, selection.block, device)
+        entries = Entries.empty(table.num_entries, bucket.dtype, device)
+        selection(bucket, owed, owed, scale, table, entries)
         found.append([bucket, owed, entries.positions, entries.own, entries.values])
     return all(
         torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(*found, strict=True)

@@ -30,6 +30,15 @@ def _pattern(total):
 
 
 @triton.jit
+def _wide(value):
+    """A number as float32; by hand for bfloat16, of which Triton's interpreter loses denormal ones."""
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
 def _rounded(value, KIND: tl.constexpr):
     """A float32 as another dtype, to the nearest, ties to even.
 
@@ -39,7 +48,7 @@ def _rounded(value, KIND: tl.constexpr):
         bits = value.to(tl.uint32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         is_number = (bits & 0x7FFFFFFF) <= 0x7F800000
-        near = tl.where(is_number, near, (bits >> 16) | 0x40)
+        near = tl.where(is_number, near, 0x7FC0)
         return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return value.to(KIND)
@@ -79,12 +88,12 @@ def add_up(
         tl.store(own + out + place, first + place, sent)
         tl.store(values + out + place, gradient, sent)
         owed = tl.load(source + there + place, left, other=0.0)
-        scaled = _rounded(owed.to(tl.float32) * by, owed.dtype)
-        total = _rounded(scaled.to(tl.float32) + gradient.to(tl.float32), owed.dtype)
+        scaled = _rounded(_wide(owed) * by, owed.dtype)
+        total = _rounded(_wide(scaled) + _wide(gradient), owed.dtype)
         tl.store(target + there + place, total, left)
         tl.store(bucket + start + place, tl.zeros_like(gradient), inside)
         found += tl.histogram(_pattern(total) >> SHIFT, WIDTH, left)
-        used |= (gradient != 0.0).to(tl.int32)
+        used |= (_wide(gradient) != 0.0).to(tl.int32)
     digits = tl.arange(0, WIDTH)
     tl.atomic_add(counts + segment * WIDTH + digits, found, found > 0)
     tl.atomic_or(state + 2 * NUM_SEGMENTS + segment, tl.max(used, 0))
@@ -287,11 +296,11 @@ def write(
         sent = is_sent.to(tl.int32)
         entry = out + tl.cumsum(sent, 0) - sent
         value = tl.where(is_used, total, tl.zeros_like(total))
-        value = _rounded(value.to(tl.float32), values.dtype.element_ty)
+        value = _rounded(_wide(value), values.dtype.element_ty)
         tl.store(positions + entry, (start + place).to(tl.int32), is_sent)
         tl.store(own + entry, first + place, is_sent)
         tl.store(values + entry, value, is_sent)
-        left = _rounded(total.to(tl.float32) - value.to(tl.float32), total.dtype)
+        left = _rounded(_wide(total) - _wide(value), total.dtype)
         left = _finite(tl.where(is_sent, left, total))
         is_infinite = inside & (pattern >= 0x7F800000)
         tl.store(target + there + place, left, is_sent | is_infinite)
@@ -317,5 +326,5 @@ def unscale(
         place = begin + tl.arange(0, CHUNK)
         inside = place < left
         total = tl.load(target + there + place, inside, other=0.0)
-        divided = _rounded(tl.div_rn(total.to(tl.float32), by), total.dtype)
+        divided = _rounded(tl.div_rn(_wide(total), by), total.dtype)
         tl.store(target + there + place, _finite(divided), inside)

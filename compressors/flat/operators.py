@@ -183,14 +183,9 @@ class TritonSelection:
         target: torch.Tensor,
         scale: torch.Tensor,
         table: Table,
-    ) -> Entries:
+        entries: Entries,
+    ) -> None:
         """See `Selection`."""
-        count, device = table.num_entries, bucket.device
-        entries = Entries(
-            torch.empty(count, dtype=torch.int32, device=device),
-            torch.empty(count, dtype=torch.int64, device=device),
-            torch.empty(count, dtype=bucket.dtype, device=device),
-        )
         of_entries = entries.positions, entries.own, entries.values
         num_segments, state = len(table.segments), table.state.clone()
         rooms = self._rooms_for(target, table)
@@ -212,7 +207,6 @@ class TritonSelection:
         _place(state, above, equal, *of_blocks)
         _write(target, state, above, equal, *of_entries, *candidates, *of_blocks)
         _unscale(target, scale, *of_blocks)
-        return entries
 
     def _rooms_for(self, target: torch.Tensor, table: Table) -> _Rooms:
         """Return scratch memory that is large enough."""

@@ -29,6 +29,15 @@ class Entries:
     own: torch.Tensor
     values: torch.Tensor
 
+    @classmethod
+    def empty(cls, count: int, dtype: torch.dtype, device: torch.device) -> Entries:
+        """Make room for so many."""
+        return cls(
+            torch.empty(count, dtype=torch.int32, device=device),
+            torch.empty(count, dtype=torch.int64, device=device),
+            torch.empty(count, dtype=dtype, device=device),
+        )
+
 
 class Selection(Protocol):
     """Selects entries of a bucket."""
@@ -45,7 +54,8 @@ class Selection(Protocol):
         target: torch.Tensor,
         scale: torch.Tensor,
         table: Table,
-    ) -> Entries:
+        entries: Entries,
+    ) -> None:
         """Take the entries out of a bucket; its segments are zeros then.
 
         Args:
@@ -54,6 +64,7 @@ class Selection(Protocol):
             target: Flat residual that is written; may be ``source``.
             scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
             table: Where what is.
+            entries: Filled.
         """
         ...
 
@@ -71,7 +82,8 @@ class TorchSelection:
         target: torch.Tensor,
         scale: torch.Tensor,
         table: Table,
-    ) -> Entries:
+        entries: Entries,
+    ) -> None:
         """See `Selection`."""
         segments, device = table.segments, bucket.device
         starts, lengths, _, kept, outs, *_ = (
@@ -113,7 +125,9 @@ class TorchSelection:
                 [target[s.owed : s.owed + s.length] for _, s in left], [part for part, _ in left]
             )
         own = chosen - begun[of_entry]
-        return Entries((own + starts[of_entry]).int(), own, values)
+        entries.positions.copy_(own + starts[of_entry])
+        entries.own.copy_(own)
+        entries.values.copy_(values)
 
 
 def pattern(values: torch.Tensor) -> torch.Tensor:

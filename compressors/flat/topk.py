@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed
-from lowdiff.compressors.exchange import exchange
+from lowdiff.compressors.exchange import Wire, assigned, gather
 from lowdiff.compressors.flat import selection_on
 from lowdiff.compressors.flat.selection import Entries
 from lowdiff.compressors.flat.table import Segment, Table, table_of
@@ -54,47 +54,48 @@ class FlatTopKReducer(TopKReducer):
         """See ``Reducer.reduce``."""
         if buffer.dtype not in _DTYPES:
             return super().reduce(parameters, gradients, buffer)
-        kept = {
-            i: self.kept(g.numel()) for i, g in zip(parameters, gradients, strict=True) if g.numel()
-        }
         lengths = {i: g.numel() for i, g in zip(parameters, gradients, strict=True)}
-        if kept == {i: n for i, n in lengths.items() if n} and self._needs_nothing:
-            return completed(buffer)
+        kept = {i: self.kept(n) for i, n in lengths.items() if n}
+        is_whole = all(k == lengths[i] for i, k in kept.items())
+        if not kept or (is_whole and self.world_size == 1 and self.compressor.narrow is None):
+            return completed(buffer)  # the optimizer may consume what backward left
         begun = int(buffer.storage_offset())
         starts = {
             i: int(g.storage_offset()) - begun for i, g in zip(parameters, gradients, strict=True)
         }
-        entries = self._take(buffer, starts, lengths, kept)
         counts = [kept.get(i, 0) for i in parameters]
+        wire = Wire.empty(sum(counts), buffer.dtype, buffer.device)
+        own = torch.empty(sum(counts), dtype=torch.int64, device=buffer.device)
+        entries = Entries(wire.positions, own, wire.values)
+        self._take(buffer, starts, lengths, kept, entries)
         seen: list[torch.Tensor] = []
-        for i, own in zip(parameters, entries.own.split(counts), strict=True):
-            self.stored.own.select(i, own)
-            if own.numel() < lengths[i]:
+        for i, positions in zip(parameters, own.split(counts), strict=True):
+            self.stored.own.select(i, positions)
+            if positions.numel() < lengths[i]:
                 self.remember_exchanged(i, seen, starts[i])
                 self._store.written(i)
-        if self.world_size > 1:
-            entries.values.div_(self.world_size)  # before the sum, as DDP itself averages
-        done = exchange(
-            buffer,
-            entries.positions,
-            entries.values,
-            stamp=self.stamp,
-            group=self.group,
-            headers=self.headers,
-            seen=None if self.group is None else seen,
-            # Between gradients of FSDP there is padding, which nobody selected from.
-            is_clear=sum(lengths.values()) == buffer.numel(),
-        )
+        # Between gradients of FSDP there is padding, which nobody selected from.
+        is_clear = sum(lengths.values()) == buffer.numel()
+        if self.group is None or self.world_size == 1:
+            cleared = buffer if is_clear else buffer.zero_()
+            of_all = None if self.group is None else seen
+            done = completed(assigned(cleared, wire.positions, wire.values, of_all))
+        else:
+            wire.values.div_(self.world_size)  # before the sum, as DDP itself averages
+            done = gather(
+                buffer,
+                wire,
+                stamp=self.stamp,
+                group=self.group,
+                headers=self.headers,
+                seen=seen,
+                is_clear=is_clear,
+            )
         if self.compressor.narrow is None and not self.stored.peers:
             return done
         return chained(
             done, self.finishing(parameters, gradients, buffer, counts, seen), buffer.device
         )
-
-    @property
-    def _needs_nothing(self) -> bool:
-        """Whether the optimizer may consume what backward left, where all entries are kept."""
-        return self.world_size == 1 and self.compressor.narrow is None
 
     def _take(
         self,
@@ -102,7 +103,8 @@ class FlatTopKReducer(TopKReducer):
         starts: dict[int, int],
         lengths: dict[int, int],
         kept: dict[int, int],
-    ) -> Entries:
+        entries: Entries,
+    ) -> None:
         """Select from a bucket, once for each state that its parameters are in.
 
         Args:
@@ -110,6 +112,7 @@ class FlatTopKReducer(TopKReducer):
             starts: Layout index -> place in the bucket.
             lengths: Layout index -> number of elements.
             kept: Layout index -> entries to send, of those that have elements.
+            entries: Filled.
         """
         left = [i for i, k in kept.items() if k < lengths[i]]
         pairs = list(self._store.whole_pairs(left))
@@ -117,26 +120,20 @@ class FlatTopKReducer(TopKReducer):
             nothing = buffer.new_empty(0).view(torch.uint8)
             pairs = [WholePair((), nothing, nothing)]
         sent_whole = [i for i, k in kept.items() if k == lengths[i]]
-        found: dict[int, Entries] = {}
+        if len(pairs) == 1:
+            self._select(buffer, pairs[0], list(kept), starts, lengths, kept, entries)
+            return
+        parts: dict[int, tuple[torch.Tensor, ...]] = {}
         for number, pair in enumerate(pairs):
-            own = {*pair.parameters, *(() if number else sent_whole)}
-            ordered = [i for i in kept if i in own]
-            entries = self._select(buffer, pair, ordered, starts, lengths, kept)
-            if len(pairs) == 1:
-                return entries
+            members = {*pair.parameters, *(() if number else sent_whole)}
+            ordered = [i for i in kept if i in members]
             counts = [kept[i] for i in ordered]
-            parts = (
-                entries.positions.split(counts),
-                entries.own.split(counts),
-                entries.values.split(counts),
-            )
-            found |= {i: Entries(*of) for i, *of in zip(ordered, *parts, strict=True)}
-        in_order = [found[i] for i in kept]
-        return Entries(
-            torch.cat([entries.positions for entries in in_order]),
-            torch.cat([entries.own for entries in in_order]),
-            torch.cat([entries.values for entries in in_order]),
-        )
+            found = Entries.empty(sum(counts), buffer.dtype, buffer.device)
+            self._select(buffer, pair, ordered, starts, lengths, kept, found)
+            split = (tensor.split(counts) for tensor in (found.positions, found.own, found.values))
+            parts |= dict(zip(ordered, zip(*split, strict=True), strict=True))
+        for place, target in enumerate((entries.positions, entries.own, entries.values)):
+            torch.cat([parts[i][place] for i in kept], out=target)
 
     def _select(
         self,
@@ -146,7 +143,8 @@ class FlatTopKReducer(TopKReducer):
         starts: dict[int, int],
         lengths: dict[int, int],
         kept: dict[int, int],
-    ) -> Entries:
+        entries: Entries,
+    ) -> None:
         """Select from the parameters of a bucket that are in one state."""
         known = [(i, starts[i], kept[i]) for i in parameters]
         dtype, first, last = self._range_of(pair.parameters, lengths, buffer.dtype)
@@ -161,7 +159,7 @@ class FlatTopKReducer(TopKReducer):
             table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
         source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
         scale = self._store.loss_scale.on(buffer.device)
-        return self._selection(buffer, source, target, scale, table)
+        self._selection(buffer, source, target, scale, table, entries)
 
     def _range_of(
         self, parameters: Sequence[int], lengths: dict[int, int], default: torch.dtype

@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
-from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
+from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import layout_of, share_owners, shares_of
 from lowdiff.core.memory import bits
 from lowdiff.step.ddp_hook import HookState, comm_hook
 from lowdiff.types import Block, Layout
 from tests.crash.pool import Pool
 
-NO_RESIDUAL = RotatingResidual([[]] * NUM_SLOTS, Layout(()))
+NO_RESIDUAL = RotatingResidual.zeros(Layout(()), torch.device("cpu"))
 
 
 def gradients_of(hooked: bool, rank: int, world_size: int) -> list[bytes]:

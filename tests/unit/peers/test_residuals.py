@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from crc32c import crc32c
 
+from lowdiff.compressors.feedback import Scaled
 from lowdiff.core.layout import ResidualLayout, torch_dtype
 from lowdiff.errors import RankLost
 from lowdiff.peers.line import Receiver, Sender
@@ -34,7 +35,7 @@ SIZE = ResidualLayout(LAYOUT).slot_bytes
 
 def staged(folder: Path, *values: float) -> tuple[StagedResidual, list[ResidualMark]]:
     """A residual after some steps, each of which filled it with one value."""
-    residual = StagedResidual(folder / "own", LAYOUT, lambda: 1.0)
+    residual = StagedResidual(folder / "own", LAYOUT, Scaled())
     return residual, [advanced(residual, value) for value in values]
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import CyclicTopK, PowerSGD, Quantize, RandomK, TopK
+from lowdiff.compressors.feedback import Scaled
 from lowdiff.protocols import Compressor
 from lowdiff.step.residual import StagedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
@@ -234,7 +235,7 @@ def test_a_pass_that_uses_some_parameters_is_recovered_exactly(pool: Pool, tmp_p
 
 def test_a_record_finds_its_residual_until_the_third_step_after_it_writes(tmp_path: Path) -> None:
     layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
-    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    residual = StagedResidual(tmp_path / "residual", layout, Scaled())
     marks = {0: residual.mark()}
 
     def found(step: int) -> list[float] | None:
@@ -255,7 +256,7 @@ def test_a_record_finds_its_residual_until_the_third_step_after_it_writes(tmp_pa
 
 def test_a_step_that_consumes_nothing_keeps_the_residual_and_its_name(tmp_path: Path) -> None:
     layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
-    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    residual = StagedResidual(tmp_path / "residual", layout, Scaled())
     before = residual.mark()
     residual.pair(0)[1].fill_(1)
     residual.written(0)
@@ -268,7 +269,7 @@ def test_a_step_that_consumes_nothing_keeps_the_residual_and_its_name(tmp_path: 
 
 def test_what_is_loaded_has_a_name_of_its_own(tmp_path: Path) -> None:
     layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
-    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    residual = StagedResidual(tmp_path / "residual", layout, Scaled())
     before = residual.mark()
     residual.load([torch.ones(3)])
     assert read_residual(tmp_path / "residual", layout, before) is None

@@ -1,0 +1,206 @@
+"""Whole buckets give the bits of single parameters: entries, gradients and residual, whichever operations select."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowdiff import testing
+from lowdiff.compressors import TopK
+from lowdiff.compressors.exchange import stamp_of
+from lowdiff.compressors.feedback import RotatingResidual, Scaled
+from lowdiff.compressors.flat.selection import Selection, TorchSelection
+from lowdiff.compressors.flat.topk import FlatTopKReducer
+from lowdiff.core.layout import INT_OF_BYTES, layout_of, torch_dtype
+from lowdiff.types import Layout, Section
+
+#: NumPy's, of the interpreter: infinities are subtracted.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+#: Where Triton has wheels, `.ci/run` installs it, and does without no test.
+_IS_REQUIRED = bool(os.environ.get("REQUIRE_KERNELS")) and (
+    platform.machine() == "x86_64" and sys.version_info < (3, 15)
+)
+
+
+def triton_selection() -> Selection:
+    """Kernels in Triton's interpreter, on blocks of a few elements: with room for a part of what may be selected."""
+    if not _IS_REQUIRED:
+        pytest.importorskip("triton")
+    from lowdiff.compressors.flat.operators import Sizes, TritonSelection
+
+    return TritonSelection(Sizes(block=128, chunk=64, room=16))
+
+
+def torch_selection() -> Selection:
+    return TorchSelection()
+
+
+SELECTIONS = [torch_selection, triton_selection]
+#: Of gradients and residuals.
+KINDS = (
+    *("normal", "zeros", "negative zeros", "equal", "few", "coarse", "infinite", "nan", "tiny"),
+    *("all nan", "large"),
+)
+LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300, 700)
+
+
+def values(kind: str, count: int, seed: int) -> torch.Tensor:
+    """Numbers as float32."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(count, generator=generator)
+    drawn = torch.rand(count, generator=generator)
+    if kind == "zeros":
+        found.zero_()
+    if kind == "negative zeros":
+        found.fill_(-0.0)
+    if kind == "equal":
+        found.fill_(2.0)
+    if kind == "few":
+        found[drawn < 0.98] = 0
+    if kind == "coarse":
+        found = found.mul(2).round()
+    if kind == "infinite":
+        found[drawn < 0.1] = torch.inf
+        found[drawn > 0.9] = -torch.inf
+    if kind == "nan" and count:
+        found[int(drawn[0] * count)] = torch.nan
+    if kind == "all nan":
+        found.fill_(torch.nan)
+    if kind == "tiny":
+        found.mul_(1e-39)
+    if kind == "large":
+        found.mul_(3e38)
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps on one bucket.
+
+    Attributes:
+        passes: Per backward pass: kind and seed of its gradients, loss scale, and what follows it: nothing, an
+            optimizer that consumes the first half of the parameters, or a commit.
+    """
+
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    compressor: TopK
+    passes: tuple[tuple[str, int, float, str], ...]
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(
+            (f"p{i}", torch.nn.Parameter(torch.zeros(n, dtype=self.dtype)))
+            for i, n in enumerate(self.lengths)
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    narrow = draw(st.sampled_from([None, None, torch.bfloat16, torch.float16]))
+    if dtype != torch.float32 and narrow != dtype:
+        narrow = None
+    compressor = TopK(
+        draw(st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0])),
+        dense_below=draw(st.sampled_from([0, 64])),
+        warmup=draw(st.sampled_from([0, 3])),
+        value_dtype=narrow,
+    )
+    one_pass = st.tuples(
+        st.sampled_from([k for k in KINDS if dtype != torch.float16 or k != "all nan"]),
+        st.integers(0, 99),
+        st.sampled_from([1.0, 1.0, 1024.0, 0.25, 3.7]),
+        st.sampled_from(["nothing", "half", "commit", "commit"]),
+    )
+    return Case(
+        tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
+        dtype,
+        compressor,
+        tuple(draw(st.lists(one_pass, min_size=1, max_size=5))),
+    )
+
+
+def exact(tensor: torch.Tensor) -> list[int]:
+    """Bits, with all NaN alike: what these are otherwise, processors differ in."""
+    alike = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+    found: list[int] = alike.view(INT_OF_BYTES[tensor.element_size()]).tolist()
+    return found
+
+
+def stored(section: Section, compressor: TopK) -> tuple[str, list[int]]:
+    """A section of a payload, with all NaN alike."""
+    kind, _, dtype = section.name.rpartition("/")
+    data = torch.from_numpy(section.data.copy())
+    if not kind.endswith("values"):
+        return section.name, data.tolist()
+    narrow = compressor.narrow if kind == "narrow/values" else None
+    return section.name, exact(data.view(narrow or torch_dtype(dtype)))
+
+
+def history(case: Case, selection: Selection | None) -> list[Any]:
+    """Averages, entries and residuals of a rank, pass by pass; by single parameters without a selection."""
+    layout, compressor = case.layout, case.compressor
+    residual = RotatingResidual.zeros(compressor.residual_layout(layout), CPU)
+    if selection is None:
+        reducer: Any = compressor.bind(layout, residual, None)
+    else:
+        with testing.whole_buckets():
+            reducer = compressor.bind(layout, residual, None)
+        assert isinstance(reducer, FlatTopKReducer)
+        reducer._selection = selection
+    step = 1
+    found: list[Any] = []
+    reducer.begin(stamp_of(0, step))
+    for kind, seed, scale, then in case.passes:
+        residual.loss_scale = Scaled(scale)
+        sizes = [spec.numel for spec in layout.parameters]
+        dtype = torch_dtype(layout.parameters[0].dtype)
+        buffer = values(kind, sum(sizes), seed).mul(scale).to(dtype)
+        gradients = list(buffer.split(sizes))
+        reducer.reduce(list(range(len(sizes))), gradients, buffer).wait()
+        found.append(exact(buffer))
+        half = set(range(len(sizes) // 2)) if then == "half" else None
+        if then != "nothing":
+            own = [g if half is None or i in half else None for i, g in enumerate(gradients)]
+            reducer.consume(own)
+            residual.settle(half)
+        if then == "commit":
+            found += [stored(s, compressor) for s in reducer.payload().sections]
+            residual.advance()
+            found += [exact(owed) for owed in residual.current().values()]
+            step += 1
+            reducer.begin(stamp_of(0, step))
+    return found
+
+
+def check(case: Case, selection: Selection) -> None:
+    for number, (ours, theirs) in enumerate(
+        zip(history(case, selection), history(case, None), strict=True)
+    ):
+        assert ours == theirs, f"number {number}"
+
+
+@pytest.mark.parametrize("make", SELECTIONS)
+@given(cases())
+def test_a_bucket_gives_the_bits_of_its_parameters(make: Any, case: Case) -> None:
+    check(case, make())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", SELECTIONS)
+def test_every_kind_of_numbers_gives_the_bits_of_its_parameters(make: Any, kind: str) -> None:
+    passes = ((kind, 3, 1.0, "commit"), ("normal", 4, 1.0, "nothing"), (kind, 5, 3.7, "commit"))
+    for dtype in (torch.float32, torch.bfloat16):
+        check(Case((300, 0, 64, 1, 700), dtype, TopK(0.02, dense_below=2), passes), make())
