@@ -38,6 +38,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.gpu.training import MODELS
 from benches.harness import BLUE, Result, arguments, machine, write
 from benches.hooked import Hooked
+from benches.kernel_bytes import measured
 from lowdiff.commit.session import Session
 from lowdiff.commit.staging import Staging
 from lowdiff.compressors import PowerSGD, TopK
@@ -140,7 +141,7 @@ class Shell(DistributedDataParallel):
         """Call the hook for all buckets of a backward pass, under the name of its part."""
         with counted.part("hook"), torch.no_grad():  # as in a backward pass
             for bucket in self.buckets:
-                state.reduce(bucket)  # type: ignore[arg-type]
+                state.reduce(bucket).wait()  # type: ignore[arg-type]
 
 
 def buckets_of(module: nn.Module) -> Iterator[Bucket]:
@@ -207,9 +208,11 @@ def parts_named(counted: CountedDevice) -> Iterator[None]:
         yield
 
 
-def counts(arm: Arm, config: GPTConfig, steps: int, folder: Path) -> list[dict[str, Tally]]:
+def counts(
+    arm: Arm, config: GPTConfig, steps: int, folder: Path, kernel_bytes: Mapping[str, float]
+) -> list[dict[str, Tally]]:
     """Train; each counted step's parts."""
-    counted = CountedDevice()
+    counted = CountedDevice(kernel_bytes)
     found = []
     with counted, parts_named(counted), ExitStack() as closing:
         ddp = Shell(on_device(config))
@@ -367,8 +370,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts, (config, _) = machine(), MODELS[name]
     with torch.device("meta"):
         elements = sum(p.numel() for p in GPT(config).parameters())
-    samples: dict[str, Any] = {}
-    summary: dict[str, Any] = {"elements": elements}
+    kernel_bytes = measured()
+    samples: dict[str, Any] = {"kernels": kernel_bytes}
+    summary: dict[str, Any] = {"elements": elements, "kernel_bytes_per_element": sum(kernel_bytes.values())}
     for prefix, arm in ARMS.items():
         if args.smoke and prefix not in SMOKE_ARMS:
             continue
@@ -376,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             store = dist.FileStore(f"{made}/store", 1)
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             try:
-                steps = counts(arm, config, count, Path(made))
+                steps = counts(arm, config, count, Path(made), kernel_bytes)
             finally:
                 dist.destroy_process_group()
         samples[prefix.rstrip("_") or "topk"] = sample_of(steps)

@@ -93,12 +93,17 @@ class Tally:
 class CountedDevice(TorchDispatchMode):
     """Counts operators on ``cuda:0`` while it is entered; for one thread.
 
+    Args:
+        kernel_bytes: What each of lowdiff's own kernels reads and writes per element of a bucket, as
+            `benches.kernel_bytes` measures it: of their operands they touch a part.
+
     Attributes:
         parts: Name of a part -> its tally; what belongs to no part is under "".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel_bytes: Mapping[str, float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._kernel_bytes = sum((kernel_bytes or {}).values())
         self.parts: dict[str, Tally] = {}
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -245,6 +250,11 @@ class CountedDevice(TorchDispatchMode):
         tally = self._tally
         tally.operators[str(func)] += 1
         if func in _ALLOCATES or func in _VIEWS or _is_view(func):
+            return
+        if func.namespace == "lowdiff":
+            tally.launches += 1
+            if func is torch.ops.lowdiff.topk_add_up.default:  # the first of a bucket's, for all of them
+                tally.num_bytes += round(self._kernel_bytes * args[0].numel())
             return
         read, written = _operands(func, args, kwargs)
         known = {id(x) for x in (*read, *written)}

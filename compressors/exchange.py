@@ -63,7 +63,7 @@ class Headers:
         Raises:
             UsageError: If a rank is at another step, or has another bucket.
         """
-        words = heads.contiguous().view(torch.int64)
+        words = heads.clone(memory_format=torch.contiguous_format).view(torch.int64)
         if devices.may_look(words):
             for head, own in zip(words, expected, strict=True):
                 check_header(head, own)
