@@ -97,7 +97,7 @@ class CastReducer(RepresentedReducer[torch.Tensor]):
         """See ``RepresentedReducer``."""
         return 2 * sum(g.numel() for g in gradients.values())
 
-    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         halves = {i: g.to(self.compressor.half) for i, g in gradients.items()}
         self.lane.mean_of(halves)

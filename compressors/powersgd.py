@@ -153,7 +153,7 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
             for i, g in gradients.items()
         )
 
-    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         dense = {i: g for i, g in gradients.items() if i not in self._q_of}
         sent: dict[int, torch.Tensor] = {}

@@ -115,7 +115,7 @@ class QuantizeReducer(RepresentedReducer[_Held]):
         blocks = sum(-(-g.numel() // _SCALED) for g in gradients.values())
         return blocks * (_SCALED * self.compressor.bits // 8 + 4)
 
-    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         levels, width = self.compressor.levels, self.compressor.bits
         own: dict[int, Codes] = {}

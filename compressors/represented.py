@@ -79,8 +79,13 @@ class RepresentedReducer(ABC, Generic[Held]):
         """Return how many bytes this rank sends of a bucket; must be equal on all ranks."""
 
     @abstractmethod
-    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Overwrite flat gradients, by layout index, with the average that the optimizer shall see."""
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
+        """Overwrite flat gradients, by layout index, with the average that the optimizer shall see.
+
+        Args:
+            gradients: Views into ``buffer``.
+            buffer: The bucket.
+        """
 
     @abstractmethod
     def rebuilt(self, parameter: int, held: Held, share: slice) -> torch.Tensor:
@@ -117,7 +122,7 @@ class RepresentedReducer(ABC, Generic[Held]):
                 stored.consumed.unseal(bucket)
                 for i in bucket:
                     stored.held.pop(i, None)
-            self.average(bucket)
+            self.average(bucket, buffer)
             for stored in self.stored:
                 for i, gradient in bucket.items():
                     if i in stored.held:

@@ -23,7 +23,7 @@ _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 _library = torch.library.Library("lowdiff", "FRAGMENT")
 
 
-def _operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
+def operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
     """Define an operator that changes what its schema says, and returns nothing."""
     name = _library.define(f"{schema} -> ()")
     for key in ("CUDA", "CPU"):  # on CPUs Triton interprets
@@ -104,35 +104,35 @@ def _launch_unscale(*given: Any) -> None:
 
 
 _ENTRIES = "Tensor({}!) positions, Tensor({}!) own, Tensor({}!) values"
-_add_up = _operator(
+_add_up = operator(
     "topk_add_up(Tensor(a!) bucket, Tensor source, Tensor(b!) target, Tensor scale, Tensor(c!) state, "
     f"Tensor(d!) counts, {_ENTRIES.format(*'efg')}, {_BLOCKS})",
     _launch_add_up,
 )
-_find = _operator(
+_find = operator(
     "topk_find(Tensor(a!) counts, Tensor(b!) state, int num_segments, int bits)", _launch_find
 )
-_gather = _operator(
+_gather = operator(
     f"topk_gather(Tensor target, Tensor state, Tensor(a!) counts, {_roomy('bcd')}, {_BLOCKS})",
     _launch_gather,
 )
-_count_last = _operator(
+_count_last = operator(
     f"topk_count_last(Tensor target, Tensor state, Tensor(a!) counts, {_roomy()}, {_BLOCKS})",
     _launch_count_last,
 )
-_tally = _operator(
+_tally = operator(
     f"topk_tally(Tensor target, Tensor state, Tensor(a!) above, Tensor(b!) equal, {_roomy()}, {_BLOCKS})",
     _launch_tally,
 )
-_place = _operator(
+_place = operator(
     f"topk_place(Tensor state, Tensor(a!) above, Tensor(b!) equal, {_BLOCKS})", _launch_place
 )
-_write = _operator(
+_write = operator(
     "topk_write(Tensor(a!) target, Tensor state, Tensor above, Tensor equal, "
     f"{_ENTRIES.format(*'bcd')}, {_roomy()}, {_BLOCKS})",
     _launch_write,
 )
-_unscale = _operator(f"topk_unscale(Tensor(a!) target, Tensor scale, {_BLOCKS})", _launch_unscale)
+_unscale = operator(f"topk_unscale(Tensor(a!) target, Tensor scale, {_BLOCKS})", _launch_unscale)
 
 
 @dataclass(frozen=True, slots=True)

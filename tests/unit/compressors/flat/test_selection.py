@@ -27,16 +27,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-#: Where Triton has wheels, `.ci/run` installs it, and does without no test.
+#: Where Triton has wheels `.ci/run` installs it, and no test is skipped.
 _IS_REQUIRED = bool(os.environ.get("REQUIRE_KERNELS")) and (
     platform.machine() == "x86_64" and sys.version_info < (3, 15)
 )
 
 
-def triton_selection() -> Selection:
-    """Kernels in Triton's interpreter, on blocks of a few elements: with room for a part of what may be selected."""
+def needs_triton() -> None:
+    """Skip a test where Triton is not there, unless it must be."""
     if not _IS_REQUIRED:
         pytest.importorskip("triton")
+
+
+def triton_selection() -> Selection:
+    """Kernels in Triton's interpreter, on blocks of a few elements: with room for a part of what may be selected."""
+    needs_triton()
     from lowdiff.compressors.flat.operators import Sizes, TritonSelection
 
     return TritonSelection(Sizes(block=128, chunk=64, room=16))

@@ -1,0 +1,201 @@
+"""The kernels of PowerSGD as operators of PyTorch: each is one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowdiff.compressors.flat import matrix_kernels as kernels
+from lowdiff.compressors.flat.matrices import Matrices, Tiling
+from lowdiff.compressors.flat.operators import operator
+
+#: As of the selection's; products and sums that are to be one operation say so.
+_LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def _padded(rank: int) -> int:
+    """Return the next power of two, at least 2."""
+    return 1 << max(1, (rank - 1).bit_length())
+
+
+def _per_matrix(kernel: Any) -> Callable[..., None]:
+    def launch(*given: Any) -> None:
+        *tensors, table, rank, columns = given
+        kernel[(table.shape[1],)](
+            *tensors, table, table.shape[1],
+            RANK=rank, R=_padded(rank), COLUMNS=columns, **_LAUNCH,
+        )  # fmt: skip
+
+    return launch
+
+
+def _per_tile(kernel: Any, *names: str) -> Callable[..., None]:
+    """Launch a kernel per tile; its constants are the rank, and those of these names."""
+
+    def launch(*given: Any) -> None:
+        constants = given[len(given) - len(names) :]
+        *tensors, table, tiles, rank = given[: len(given) - len(names)]
+        chosen = dict(zip(names, constants, strict=True))
+        if "R" in kernel.arg_names:
+            chosen["R"] = _padded(rank)
+        kernel[(tiles.shape[1],)](
+            *tensors, table, table.shape[1], tiles, tiles.shape[1], RANK=rank, **chosen, **_LAUNCH
+        )
+
+    return launch
+
+
+def _launch_expand(
+    factors: Any, out: Any, first: int, height: int, width: int, rank: int, elements: int
+) -> None:
+    count = out.numel()
+    kernels.expand[(-(-count // elements),)](
+        factors, out, first, count, height, width, RANK=rank, ELEMENTS=elements, **_LAUNCH
+    )
+
+
+_normalise = operator(
+    "powersgd_normalise(Tensor last, Tensor drawn, Tensor(a!) start, Tensor table, int rank, int columns)",
+    _per_matrix(kernels.normalise),
+)
+_project = operator(
+    "powersgd_project(Tensor bucket, Tensor source, Tensor(a!) target, Tensor scale, Tensor start, Tensor(b!) left, "
+    "Tensor(c!) used, Tensor table, Tensor tiles, int rank, int rows, int columns)",
+    _per_tile(kernels.project, "ROWS", "COLUMNS"),
+)
+_drop = operator(
+    "powersgd_drop(Tensor(a!) left, Tensor used, Tensor table, Tensor tiles, int rank, int rows)",
+    _per_tile(kernels.drop, "ROWS"),
+)
+_orthogonalise = operator(
+    "powersgd_orthogonalise(Tensor left, Tensor(a!) factors, Tensor table, int rank, int columns)",
+    _per_matrix(kernels.orthogonalise),
+)
+_back = operator(
+    "powersgd_back(Tensor target, Tensor factors, Tensor(a!) parts, Tensor table, Tensor tiles, int rank, int rows, "
+    "int columns, int split)",
+    _per_tile(kernels.back, "ROWS", "COLUMNS", "SPLIT"),
+)
+_join = operator(
+    "powersgd_join(Tensor parts, Tensor(a!) right, Tensor table, Tensor tiles, int rank, int columns)",
+    _per_tile(kernels.join, "COLUMNS"),
+)
+_keep = operator(
+    "powersgd_keep(Tensor right, Tensor last, Tensor(a!) target, Tensor(b!) factors, Tensor table, int rank, "
+    "int columns)",
+    _per_matrix(kernels.keep),
+)
+_update = operator(
+    "powersgd_update(Tensor(a!) bucket, Tensor(b!) target, Tensor scale, Tensor factors, Tensor table, Tensor tiles, "
+    "int rank, int rows, int columns)",
+    _per_tile(kernels.update, "ROWS", "COLUMNS"),
+)
+_expand = operator(
+    "powersgd_expand(Tensor factors, Tensor(a!) out, int first, int height, int width, int rank, int elements)",
+    _launch_expand,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The steps of PowerSGD over some matrices of a bucket.
+
+    Attributes:
+        tiling: How work is divided.
+    """
+
+    tiling: Tiling = field(default_factory=Tiling)
+
+    def project(
+        self,
+        bucket: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        last: torch.Tensor,
+        table: Matrices,
+        rank: int,
+    ) -> torch.Tensor:
+        """Write gradient plus residual, and return its products with the last Q: P of all matrices.
+
+        Args:
+            bucket: Flat gradients; float32, bfloat16 or float16.
+            source: Flat residual.
+            target: Flat residual that is written; may be ``source``.
+            scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
+            last: Q of all matrices of the last step, flat.
+            table: Where what is.
+            rank: Of the approximation.
+        """
+        like = {"dtype": torch.float32, "device": bucket.device}
+        start, left = torch.empty(table.right, **like), torch.empty(table.left, **like)
+        used = torch.zeros(len(table.matrices), dtype=torch.int32, device=bucket.device)
+        rows, columns = self.tiling.rows, self.tiling.columns
+        _normalise(last, table.drawn, start, table.values, rank, columns)
+        _project(
+            bucket, source, target, scale, start, left, used, table.values, table.by_rows, rank, rows, columns
+        )  # fmt: skip
+        _drop(left, used, table.values, table.by_rows, rank, rows)
+        return left
+
+    def back(
+        self, target: torch.Tensor, left: torch.Tensor, table: Matrices, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make P orthonormal, and multiply with it.
+
+        Returns:
+            Factors, P and Q of one matrix after the other, with P in place; and Q of all matrices, to be averaged.
+        """
+        like = {"dtype": torch.float32, "device": target.device}
+        factors, right = (
+            torch.empty(table.left + table.right, **like),
+            torch.empty(table.right, **like),
+        )
+        parts = torch.empty(table.parts, **like)
+        tiling, values = self.tiling, table.values
+        _orthogonalise(left, factors, values, rank, tiling.columns)
+        _back(
+            target, factors, parts, values, table.by_splits, rank, tiling.rows, tiling.columns, tiling.split
+        )  # fmt: skip
+        _join(parts, right, values, table.by_columns, rank, tiling.columns)
+        return factors, right
+
+    def update(
+        self,
+        bucket: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        last: torch.Tensor,
+        kept: torch.Tensor,
+        factors: torch.Tensor,
+        right: torch.Tensor,
+        table: Matrices,
+        rank: int,
+    ) -> None:
+        """Put Q into the factors and keep it; write the average gradient, and what is owed now.
+
+        Args:
+            bucket: See `project`.
+            target: Likewise.
+            scale: Likewise.
+            last: Likewise.
+            kept: Where Q is kept for the next step; may be ``last``.
+            factors: P and Q of one matrix after the other; Q is written here.
+            right: Q of all matrices, averaged.
+            table: Where what is.
+            rank: Of the approximation.
+        """
+        _keep(right, last, kept, factors, table.values, rank, self.tiling.columns)
+        _update(
+            bucket, target, scale, factors, table.values, table.by_rows, rank, self.tiling.rows, self.tiling.columns
+        )  # fmt: skip
+
+    def expand(
+        self, factors: torch.Tensor, rows: int, columns: int, rank: int, first: int, out: torch.Tensor
+    ) -> None:
+        """Write elements from ``first`` on of P Q^T, in row order, with the bits of `update`."""
+        if out.numel():
+            _expand(factors, out, first, rows, columns, rank, self.tiling.elements)

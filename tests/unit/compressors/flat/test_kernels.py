@@ -1,0 +1,41 @@
+"""The kernels compile for a GPU, which takes none, and keep to what their bits depend on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import torch
+
+from lowdiff.compressors.flat import selection_on
+from lowdiff.compressors.flat.selection import TorchSelection
+from tests.docs.blocks import ROOT
+from tests.unit.compressors.flat.test_selection import needs_triton
+
+
+def test_they_compile_without_contraction_and_with_denormals(tmp_path: object) -> None:
+    needs_triton()
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.compressors.flat.compiled"],
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assembly: dict[str, str] = json.loads(done.stdout)
+    assert len(assembly) == 3 * 8
+    for name, text in assembly.items():
+        # A fused product and sum rounds once, where PyTorch's operations in turn round twice.
+        assert not re.search(r"\bfma\.\w*\.?f32|\bmad\.f32", text), name
+        assert ".ftz" not in text, name
+        divisions = set(re.findall(r"\bdiv\.\w+\.f32", text))
+        assert divisions <= {"div.rn.f32"}, name
+        assert ("unscale" in name) == bool(divisions), name
+
+
+def test_a_cpu_is_left_to_pytorch() -> None:
+    assert isinstance(selection_on(torch.device("cpu")), TorchSelection)
