@@ -93,7 +93,7 @@ def main() -> None:
     selection(bucket, owed, torch.empty_like(owed), torch.ones(()), table, entries)
     for patch in patches:
         patch.stop()
-    print(json.dumps({name: count / _ELEMENTS for name, count in found.items()}))
+    json.dump({name: count / _ELEMENTS for name, count in found.items()}, sys.stdout)
 
 
 if __name__ == "__main__":

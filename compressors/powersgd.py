@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
 from lowdiff.compressors.feedback import is_used, residuals_of
+from lowdiff.compressors.flat import products_on
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
@@ -100,6 +101,15 @@ class PowerSGD(Settings):
         peers: Sequence[int] = (),
     ) -> PowerSGDReducer:
         """Make the reducer of one run."""
+        products = products_on(residual.device)
+        if products is not None:
+            from lowdiff.compressors.flat.powersgd import (  # it imports this module
+                MOST_RANK,
+                FlatPowerSGDReducer,
+            )
+
+            if self.matrix_rank <= MOST_RANK:
+                return FlatPowerSGDReducer(self, layout, residual, group, peers, products=products)
         return PowerSGDReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
@@ -188,9 +198,7 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         usable = norms.isfinite() & (norms > 0)
         if devices.may_look(q) and bool(usable.all()):
             return q.div(norms)
-        generator = torch.Generator().manual_seed(self.compressor.seed + 1_000_003 * parameter)
-        drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
-        drawn.div_(torch.linalg.vector_norm(drawn, dim=1, keepdim=True))
+        drawn = starts_of(self.compressor, parameter, q.shape[1], q.dtype)
         return torch.where(usable, q.div(norms), drawn.to(q.device))
 
     def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
@@ -213,6 +221,16 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         world_size = self.lane.world_size
         mine = {i: own[slice(*share(own.numel(), rank, world_size))] for i, own in kept.items()}
         return pieces("low_rank", self.layout, mine)
+
+
+def starts_of(
+    compressor: PowerSGD, parameter: int, columns: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the Q that a parameter starts with, ``[matrix_rank, columns]``, its rows of length 1, on the CPU."""
+    generator = torch.Generator().manual_seed(compressor.seed + 1_000_003 * parameter)
+    shape = compressor.matrix_rank, columns
+    drawn = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    return drawn.div_(torch.linalg.vector_norm(drawn, dim=1, keepdim=True))
 
 
 def matrix_of(spec: ParameterSpec) -> tuple[int, int]:

@@ -8,7 +8,6 @@ multiplied and summed up in registers. The few numbers of a Gram matrix are comp
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, D103 - Triton compiles these functions, and their arguments are pointers.
 
 from __future__ import annotations
 
@@ -193,7 +192,7 @@ def join(
     place = rank[:, None] * width + column[None, :]
     sums = tl.zeros([R, COLUMNS], tl.float32)
     own = parts + _of(table, 8, matrix, NUM)
-    for number in range(0, _of(table, 9, matrix, NUM)):
+    for number in range(_of(table, 9, matrix, NUM)):
         sums += tl.load(own + number * RANK * width + place, inside, other=0.0)
     tl.store(right + _of(table, 5, matrix, NUM) + place, sums, inside)
 
@@ -270,9 +269,7 @@ def update(
 
 
 @triton.jit
-def expand(
-    factors, out, first, count, height, width, RANK: tl.constexpr, ELEMENTS: tl.constexpr
-):
+def expand(factors, out, first, count, height, width, RANK: tl.constexpr, ELEMENTS: tl.constexpr):
     """Write a range of P Q^T, in row order."""
     index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = index < count

@@ -194,7 +194,13 @@ class Products:
         )  # fmt: skip
 
     def expand(
-        self, factors: torch.Tensor, rows: int, columns: int, rank: int, first: int, out: torch.Tensor
+        self,
+        factors: torch.Tensor,
+        rows: int,
+        columns: int,
+        rank: int,
+        first: int,
+        out: torch.Tensor,
     ) -> None:
         """Write elements from ``first`` on of P Q^T, in row order, with the bits of `update`."""
         if out.numel():

@@ -1,0 +1,113 @@
+"""PowerSGD over all matrices of a bucket: what one bucket launches does not depend on how many it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.flat.matrices import Matrices, Matrix, matrices_of
+from lowdiff.compressors.flat.matrix_operators import Products
+from lowdiff.compressors.powersgd import PowerSGD, PowerSGDReducer, matrix_of, starts_of
+from lowdiff.core.layout import ResidualLayout, torch_dtype
+from lowdiff.protocols import ResidualStore, WholePair
+from lowdiff.types import Layout
+
+#: What kernels take; matrices of other dtypes are factorised one by one.
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+#: A larger one does not fit into the registers of a program.
+MOST_RANK = 16
+#: Key, beside layout indices, of all P or all Q in an exchange.
+_ALL = -1
+
+
+class FlatPowerSGDReducer(PowerSGDReducer):
+    """`PowerSGDReducer` for an accelerator, bound to one run.
+
+    The bits of a matrix depend on no other one and on no bucket, as those of `PowerSGDReducer`; they are others,
+    because products are added up in another order, and P is made orthogonal by its Gram matrix.
+    """
+
+    def __init__(
+        self,
+        compressor: PowerSGD,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int] = (),
+        *,
+        products: Products,
+    ) -> None:
+        super().__init__(compressor, layout, residual, group, peers)
+        self._products = products
+        self._tables: dict[tuple[object, ...], Matrices] = {}
+        self._begun = [start for start, _ in ResidualLayout(residual.layout).ranges]
+
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
+        """See ``RepresentedReducer``."""
+        own = {i: g for i, g in gradients.items() if i in self._q_of}
+        if buffer.dtype not in _DTYPES or not own:
+            super().average(gradients, buffer)
+            return
+        dense = {i: g for i, g in gradients.items() if i not in own}
+        scale = self.residual.loss_scale.on(buffer.device)
+        rank, products = self.compressor.matrix_rank, self._products
+        done = []
+        for pair in self.residual.whole_pairs(own):
+            table, source, target = self._table(pair, own, buffer)
+            last, kept = (slot.view(torch.float32) for slot in (pair.source, pair.target))
+            left = products.project(buffer, source, target, scale, last, table, rank)
+            self.lane.mean_of(dense | {_ALL: left})
+            dense = {}  # they were sent with the first ones
+            factors, right = products.back(target, left, table, rank)
+            self.lane.mean_of({_ALL: right})
+            products.update(buffer, target, scale, last, kept, factors, right, table, rank)
+            done.append((table, factors))
+        for table, factors in done:
+            parts = factors.split(table.counts)
+            for matrix, both in zip(table.matrices, parts, strict=True):
+                for stored in self.stored:
+                    stored.held[matrix.parameter] = both
+                self.residual.written(matrix.parameter)
+                self.residual.written(self._q_of[matrix.parameter], of=matrix.parameter)
+
+    def _table(
+        self, pair: WholePair, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor
+    ) -> tuple[Matrices, torch.Tensor, torch.Tensor]:
+        """Return where matrices in one state lie, and the residual that is read and written of them."""
+        begun = int(buffer.storage_offset())
+        known = [(i, int(gradients[i].storage_offset()) - begun) for i in pair.parameters]
+        dtype = torch_dtype(self.residual.layout.parameters[pair.parameters[0]].dtype)
+        table = self._tables.get(tuple(known))
+        if table is None:
+            specs, width = self.layout.parameters, dtype.itemsize
+            matrices = [
+                Matrix(
+                    i,
+                    start,
+                    self._begun[i] // width,
+                    *matrix_of(specs[i]),
+                    self._begun[self._q_of[i]] // 4,
+                )
+                for i, start in known
+            ]
+            drawn = [
+                starts_of(self.compressor, i, matrix.columns)
+                for (i, _), matrix in zip(known, matrices, strict=True)
+            ]
+            table = matrices_of(
+                matrices, self.compressor.matrix_rank, drawn, self._products.tiling, buffer.device
+            )
+            self._tables[tuple(known)] = table
+        return table, pair.source.view(dtype), pair.target.view(dtype)
+
+    def rebuilt(self, parameter: int, held: torch.Tensor, share: slice) -> torch.Tensor:
+        """See ``RepresentedReducer``."""
+        spec = self.layout.parameters[parameter]
+        out = torch.empty(
+            share.stop - share.start, dtype=torch_dtype(spec.dtype), device=held.device
+        )
+        rank = self.compressor.matrix_rank
+        self._products.expand(held, *matrix_of(spec), rank, share.start, out)
+        return out

@@ -1,0 +1,210 @@
+"""PowerSGD over whole buckets: near to the CPU's, decoded bit for bit, and the same for a matrix in any bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowdiff.compressors import PowerSGD
+from lowdiff.compressors.exchange import stamp_of
+from lowdiff.compressors.feedback import RotatingResidual, Scaled
+from lowdiff.core.layout import layout_of, torch_dtype
+from lowdiff.types import Layout
+from tests.contract.compressors import decoded
+from tests.unit.compressors.flat.test_selection import needs_triton
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+SHAPES = ((40, 70), (7,), (33, 50), (64, 30, 2))
+RANK = 3
+
+
+@pytest.fixture(autouse=True)
+def _fused() -> Iterator[None]:
+    """Round a fused product and sum once, as processors do; Triton's interpreter rounds twice."""
+    needs_triton()
+    from triton.runtime import interpreter
+
+    def fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+        # A long double holds the product whole.
+        wide = x.data.astype(np.longdouble) * y.data.astype(np.longdouble) + z.data
+        return interpreter.TensorHandle(wide.astype(x.data.dtype), x.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+        yield
+
+
+def layout(dtype: torch.dtype = torch.float32) -> Layout:
+    return layout_of(
+        (f"p{i}", torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        for i, shape in enumerate(SHAPES)
+    )
+
+
+@dataclass
+class Rank:
+    """One rank's reducer.
+
+    Attributes:
+        flat: Whether it takes whole buckets.
+    """
+
+    flat: bool
+    layout: Layout = field(default_factory=layout)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        from lowdiff.compressors.flat.matrices import Tiling
+        from lowdiff.compressors.flat.matrix_operators import Products
+        from lowdiff.compressors.flat.powersgd import FlatPowerSGDReducer
+
+        self.compressor = PowerSGD(RANK, dense_below=0)
+        kept = self.compressor.residual_layout(self.layout)
+        self.residual = RotatingResidual.zeros(kept, CPU)
+        self.reducer: Any = (
+            FlatPowerSGDReducer(
+                *(self.compressor, self.layout, self.residual, None),
+                products=Products(Tiling(rows=8, columns=16, split=16, elements=128)),
+            )
+            if self.flat
+            else self.compressor.bind(self.layout, self.residual, None)
+        )
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor], buckets: Sequence[Sequence[int]] = ((0, 1, 2, 3),)
+    ) -> list[torch.Tensor]:
+        """Averages of one backward pass."""
+        found = [torch.empty(0)] * len(gradients)
+        for bucket in buckets:
+            buffer = torch.cat([gradients[i] for i in bucket])
+            views = list(buffer.split([gradients[i].numel() for i in bucket]))
+            self.reducer.reduce(bucket, views, buffer).wait()
+            for i, view in zip(bucket, views, strict=True):
+                found[i] = view
+        return found
+
+    def begin(self) -> None:
+        self.step += 1
+        self.reducer.begin(stamp_of(0, self.step))
+
+    def commit(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """End a step whose optimizer consumes these; what recovery decodes."""
+        self.reducer.consume(gradients)
+        self.residual.settle({i for i, g in enumerate(gradients) if g is not None})
+        payload = self.reducer.payload()
+        self.residual.advance()
+        if all(g is None for g in gradients):
+            return []
+        return decoded(self.compressor, [payload], self.layout, 100)
+
+    def owed(self) -> dict[int, torch.Tensor]:
+        return {i: owed.clone() for i, owed in self.residual.current().items()}
+
+
+def gradients_of(
+    step: int, dtype: torch.dtype = torch.float32, by: float = 1.0
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    sizes = [spec.numel for spec in layout().parameters]
+    return [(torch.randn(n, generator=generator) * by).to(dtype) for n in sizes]
+
+
+def assert_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), f"number {number}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_steps_are_near_to_the_cpus_and_decode_to_what_was_consumed(dtype: torch.dtype) -> None:
+    ours, theirs = Rank(True, layout(dtype)), Rank(False, layout(dtype))
+    loose = {"rtol": 0.02, "atol": 0.05} if dtype != torch.float32 else {"rtol": 2e-3, "atol": 1e-5}
+    for step, scale in enumerate((1.0, 1.0, 1024.0, 3.7), start=1):
+        found = []
+        for rank in (ours, theirs):
+            rank.residual.loss_scale = Scaled(scale)
+            rank.begin()
+            averages = rank.backward(gradients_of(step, dtype, scale))
+            found.append([a.float() / scale for a in averages])
+            assert_bits(rank.commit(averages), averages)
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, **loose)
+        for i, owed in ours.owed().items():
+            torch.testing.assert_close(owed.float(), theirs.owed()[i].float(), **loose)
+
+
+@pytest.mark.parametrize("buckets", [((3, 2, 1, 0),), ((2,), (0, 1), (3,)), ((1, 3), (2, 0))])
+def test_the_bits_of_a_matrix_depend_on_no_bucket(buckets: tuple[tuple[int, ...], ...]) -> None:
+    one, other = Rank(True), Rank(True)
+    for step in (1, 2):
+        found = []
+        for rank, divided in ((one, ((0, 1, 2, 3),)), (other, buckets)):
+            rank.begin()
+            averages = rank.backward(gradients_of(step), divided)
+            rank.commit(averages)
+            found.append(averages)
+        assert_bits(*found)
+        assert_bits([*one.owed().values()], [*other.owed().values()])
+
+
+def test_a_later_pass_and_an_optimizer_of_its_own_leave_what_they_leave_on_cpus() -> None:
+    ours, theirs = Rank(True), Rank(False)
+    for step in (1, 2):
+        for rank in (ours, theirs):
+            rank.begin()
+            first = rank.backward(gradients_of(10 * step))
+            rank.reducer.consume([first[0], None, None, None])
+            rank.residual.settle({0})
+            second = rank.backward(gradients_of(10 * step + 1))
+            rank.commit([None, *second[1:]])
+        for i, owed in ours.owed().items():
+            torch.testing.assert_close(owed, theirs.owed()[i], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "of rank one", "nan", "infinite"])
+def test_matrices_that_are_no_ordinary_ones_do_what_they_do_on_cpus(kind: str) -> None:
+    ours, theirs = Rank(True), Rank(False)
+    for step in (1, 2, 3):
+        found = []
+        for rank in (ours, theirs):
+            gradients = gradients_of(step)
+            if step == 2:
+                strange = torch.zeros(40, 70)
+                if kind == "of rank one":
+                    strange = torch.arange(40.0).outer(torch.arange(70.0)) / 100
+                    rank.residual.current()[0].zero_()
+                if kind == "nan":
+                    strange = gradients[0].view(40, 70)
+                    strange[3, 4] = torch.nan
+                if kind == "infinite":
+                    strange = gradients[0].view(40, 70)
+                    strange[3, 4] = torch.inf
+                gradients[0] = strange.flatten().contiguous()
+            rank.begin()
+            averages = rank.backward(gradients)
+            is_finite = all(bool(a.isfinite().all()) for a in averages)
+            assert is_finite == (step != 2 or kind not in ("nan", "infinite"))
+            rank.commit(averages if is_finite else [None] * 4)  # as behind a gradient scaler
+            found.append(averages)
+            assert all(bool(owed.isfinite().all()) for owed in rank.owed().values())
+        if step != 2 or kind in ("zeros", "of rank one"):
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_an_expanded_range_has_the_bits_of_the_whole() -> None:
+    from lowdiff.compressors.flat.matrix_operators import Products
+
+    factors = torch.randn(RANK * (40 + 70), generator=torch.Generator().manual_seed(1))
+    for dtype in ("float32", "bfloat16"):
+        whole = torch.empty(40 * 70, dtype=torch_dtype(dtype))
+        Products().expand(factors, 40, 70, RANK, 0, whole)
+        for first, last in ((0, 1), (69, 71), (130, 1700), (2799, 2800), (5, 5)):
+            part = torch.empty(last - first, dtype=whole.dtype)
+            Products().expand(factors, 40, 70, RANK, first, part)
+            assert_bits([part], [whole[first:last]])
