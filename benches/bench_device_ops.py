@@ -372,7 +372,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         elements = sum(p.numel() for p in GPT(config).parameters())
     kernel_bytes = measured()
     samples: dict[str, Any] = {"kernels": kernel_bytes}
-    summary: dict[str, Any] = {"elements": elements, "kernel_bytes_per_element": sum(kernel_bytes.values())}
+    summary: dict[str, Any] = {
+        "elements": elements,
+        "kernel_bytes_per_element": sum(kernel_bytes.values()),
+    }
     for prefix, arm in ARMS.items():
         if args.smoke and prefix not in SMOKE_ARMS:
             continue

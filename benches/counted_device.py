@@ -103,7 +103,9 @@ class CountedDevice(TorchDispatchMode):
 
     def __init__(self, kernel_bytes: Mapping[str, float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kernel_bytes = sum((kernel_bytes or {}).values())
+        self._kernel_bytes = Counter[str]()
+        for name, per_element in (kernel_bytes or {}).items():
+            self._kernel_bytes[name.partition("_")[0]] += per_element  # type: ignore[assignment]
         self.parts: dict[str, Tally] = {}
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -253,8 +255,11 @@ class CountedDevice(TorchDispatchMode):
             return
         if func.namespace == "lowdiff":
             tally.launches += 1
-            if func is torch.ops.lowdiff.topk_add_up.default:  # the first of a bucket's, for all of them
-                tally.num_bytes += round(self._kernel_bytes * args[0].numel())
+            name = func._schema.name.partition("::")[2]
+            if name in ("topk_add_up", "powersgd_project"):  # once a bucket, for all of its kernels
+                tally.num_bytes += round(
+                    self._kernel_bytes[name.partition("_")[0]] * args[0].numel()
+                )
             return
         read, written = _operands(func, args, kwargs)
         known = {id(x) for x in (*read, *written)}

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python -m benches.kernel_bytes
 
 Prints, as JSON, the bytes per element of a bucket of each operator: a bucket of 2^20 normally distributed float32
-gradients in four parameters, as much residual, 1 % of it sent. Where Triton is not there it prints nothing.
+gradients and as much residual; for top-k four parameters of which 1 % is sent, for PowerSGD(4) a matrix of 512 rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-_ELEMENTS, _DENSITY = 1 << 20, 0.01
+_ELEMENTS, _DENSITY, _ROWS, _RANK = 1 << 20, 0.01, 512, 4
 
 
 def measured() -> Mapping[str, float]:
@@ -42,7 +43,8 @@ def main() -> None:
     import torch
     from triton.runtime import interpreter
 
-    from lowdiff.compressors.flat import operators
+    from lowdiff.compressors.flat import matrix_operators, operators
+    from lowdiff.compressors.flat.matrices import Matrix, matrices_of
     from lowdiff.compressors.flat.selection import Entries
     from lowdiff.compressors.flat.table import Segment, table_of
 
@@ -50,49 +52,56 @@ def main() -> None:
     running = [""]
     builder: Any = interpreter.InterpreterBuilder
 
-    def counted(name: str, mask_at: int, times: int) -> Any:
+    def counted(name: str, pointers_at: int, mask_at: int, times: int) -> Any:
         real = getattr(builder, name)
 
         def call(self: Any, *given: Any) -> Any:
-            pointers, mask = given[0] if mask_at != 3 else given[1], given[mask_at]
-            width = pointers.get_element_ty().primitive_bitwidth // 8
-            found[running[0]] += times * width * int(mask.data.sum())
+            width = given[pointers_at].get_element_ty().primitive_bitwidth // 8
+            found[running[0]] += times * width * int(given[mask_at].data.sum())
             return real(self, *given)
 
         return mock.patch.object(builder, name, call)
 
-    def named(name: str) -> Any:
-        real: Callable[..., None] = getattr(operators, name)
+    def named(module: Any, kind: str, name: str) -> Any:
+        real: Callable[..., None] = getattr(module, name)
 
         def call(*given: Any) -> None:
-            running[0] = f"topk{name}"
+            running[0] = f"{kind}{name}"
             real(*given)
 
-        return mock.patch.object(operators, name, call)
+        return mock.patch.object(module, name, call)
 
-    segments = [
-        Segment(i, i * _ELEMENTS // 4, _ELEMENTS // 4, i * _ELEMENTS // 4, int(_ELEMENTS / 4 * _DENSITY))
-        for i in range(4)
-    ]
-    cpu = torch.device("cpu")
+    cpu, quarter = torch.device("cpu"), _ELEMENTS // 4
     torch.manual_seed(0)
-    bucket, owed = torch.randn(2, _ELEMENTS).unbind()
-    selection = operators.TritonSelection()
-    table = table_of(segments, selection.block, cpu)
-    entries = Entries.empty(table.num_entries, bucket.dtype, cpu)
-    names = [n for n in vars(operators) if n.startswith("_") and callable(getattr(operators, n))]
-    kernels = [n for n in names if f"topk{n}" in dir(torch.ops.lowdiff)]
-    patches = [
-        counted("create_masked_load", 1, 1),
-        counted("create_masked_store", 2, 1),
-        counted("create_atomic_rmw", 3, 2),
-        *map(named, kernels),
+    selection, products = operators.TritonSelection(), matrix_operators.Products()
+    segments = [
+        Segment(i, i * quarter, quarter, i * quarter, int(quarter * _DENSITY)) for i in range(4)
     ]
-    for patch in patches:
-        patch.start()
-    selection(bucket, owed, torch.empty_like(owed), torch.ones(()), table, entries)
-    for patch in patches:
-        patch.stop()
+    table = table_of(segments, selection.block, cpu)
+    columns = _ELEMENTS // _ROWS
+    matrices = matrices_of(
+        [Matrix(0, 0, 0, _ROWS, columns, 0)],
+        _RANK,
+        [torch.ones(_RANK, columns)],
+        products.tiling,
+        cpu,
+    )
+    entries = Entries.empty(table.num_entries, torch.float32, cpu)
+    scale, last = torch.ones(()), torch.randn(_RANK * columns)
+    own = set(dir(torch.ops.lowdiff))
+    with ExitStack() as patched:
+        for module, kind in ((operators, "topk"), (matrix_operators, "powersgd")):
+            for name in [n for n in vars(module) if f"{kind}{n}" in own]:
+                patched.enter_context(named(module, kind, name))
+        patched.enter_context(counted("create_masked_load", 0, 1, 1))
+        patched.enter_context(counted("create_masked_store", 0, 2, 1))
+        patched.enter_context(counted("create_atomic_rmw", 1, 3, 2))
+        bucket, owed = torch.randn(2, _ELEMENTS).unbind()
+        selection(bucket, owed, torch.empty_like(owed), scale, table, entries)
+        bucket, owed = torch.randn(2, _ELEMENTS).unbind()
+        left = products.project(bucket, owed, owed, scale, last, matrices, _RANK)
+        factors, right = products.back(owed, left, matrices, _RANK)
+        products.update(bucket, owed, scale, last, last, factors, right, matrices, _RANK)
     json.dump({name: count / _ELEMENTS for name, count in found.items()}, sys.stdout)
 
 

@@ -227,17 +227,6 @@ def keep(
 
 
 @triton.jit
-def _entry(left, right, row, column, height, width, inside, RANK: tl.constexpr):
-    """Elements of P Q^T: terms in their order, each added with one rounding, as PyTorch's ``addcmul_`` does."""
-    value = tl.load(left + row, inside, other=0.0) * tl.load(right + column, inside, other=0.0)
-    for k in tl.static_range(1, RANK):
-        p = tl.load(left + k * height + row, inside, other=0.0)
-        q = tl.load(right + k * width + column, inside, other=0.0)
-        value = tl.fma(p, q, value)
-    return value
-
-
-@triton.jit
 def update(
     bucket, target, scale, factors, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -256,9 +245,15 @@ def update(
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = (row < height)[:, None] & (column < width)[None, :]
-        rows = tl.broadcast_to(row[:, None], [ROWS, COLUMNS])
-        columns = tl.broadcast_to(column[None, :], [ROWS, COLUMNS])
-        made = _entry(left, right, rows, columns, height, width, inside, RANK)
+        # Terms in their order, each added with one rounding, as PyTorch's `addcmul_` does.
+        p = tl.load(left + row, row < height, other=0.0)
+        q = tl.load(right + column, column < width, other=0.0)
+        made = p[:, None] * q[None, :]
+        for k in tl.static_range(1, RANK):
+            p = tl.load(left + k * height + row, row < height, other=0.0)
+            q = tl.load(right + k * width + column, column < width, other=0.0)
+            p = tl.broadcast_to(p[:, None], [ROWS, COLUMNS])
+            made = tl.fma(p, tl.broadcast_to(q[None, :], [ROWS, COLUMNS]), made)
         gradient = _rounded(made, bucket.dtype.element_ty)
         place = row[:, None] * width + column[None, :]
         tl.store(here + place, gradient, inside)
@@ -270,11 +265,16 @@ def update(
 
 @triton.jit
 def expand(factors, out, first, count, height, width, RANK: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Write a range of P Q^T, in row order."""
+    """Write a range of P Q^T, in row order, with the bits of `update`."""
     index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = index < count
     element = first + index
     row = element // width
     column = element % width
-    made = _entry(factors, factors + RANK * height, row, column, height, width, inside, RANK)
+    right = factors + RANK * height
+    p = tl.load(factors + row, inside, other=0.0)
+    made = p * tl.load(right + column, inside, other=0.0)
+    for k in tl.static_range(1, RANK):
+        p = tl.load(factors + k * height + row, inside, other=0.0)
+        made = tl.fma(p, tl.load(right + k * width + column, inside, other=0.0), made)
     tl.store(out + index, _rounded(made, out.dtype.element_ty), inside)
