@@ -187,7 +187,7 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
                 total += -(-k * self.value_bits // 8) + (0 if self.is_shared else 4 * k)
         return total
 
-    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         totals = {
             i: self.feedback.total(i, gradient)

@@ -99,6 +99,11 @@ _expand = operator(
 )
 
 
+def _room(count: int, beside: torch.Tensor) -> torch.Tensor:
+    """Make room for so many float32 where another tensor lies."""
+    return torch.empty(count, dtype=torch.float32, device=beside.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Products:
     """The steps of PowerSGD over some matrices of a bucket.
@@ -130,8 +135,7 @@ class Products:
             table: Where what is.
             rank: Of the approximation.
         """
-        like = {"dtype": torch.float32, "device": bucket.device}
-        start, left = torch.empty(table.right, **like), torch.empty(table.left, **like)
+        start, left = _room(table.right, bucket), _room(table.left, bucket)
         used = torch.zeros(len(table.matrices), dtype=torch.int32, device=bucket.device)
         rows, columns = self.tiling.rows, self.tiling.columns
         _normalise(last, table.drawn, start, table.values, rank, columns)
@@ -149,12 +153,8 @@ class Products:
         Returns:
             Factors, P and Q of one matrix after the other, with P in place; and Q of all matrices, to be averaged.
         """
-        like = {"dtype": torch.float32, "device": target.device}
-        factors, right = (
-            torch.empty(table.left + table.right, **like),
-            torch.empty(table.right, **like),
-        )
-        parts = torch.empty(table.parts, **like)
+        factors, right = _room(table.left + table.right, target), _room(table.right, target)
+        parts = _room(table.parts, target)
         tiling, values = self.tiling, table.values
         _orthogonalise(left, factors, values, rank, tiling.columns)
         _back(

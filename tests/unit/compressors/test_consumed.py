@@ -117,9 +117,9 @@ class FailingExchange:
     def __init__(self, reducer: RepresentedReducer[torch.Tensor]) -> None:
         self.average = reducer.average
 
-    def __call__(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def __call__(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         first = min(gradients)
-        self.average({first: gradients[first]})
+        self.average({first: gradients[first]}, buffer)
         raise MemoryError
 
 

@@ -123,7 +123,9 @@ def assert_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_steps_are_near_to_the_cpus_and_decode_to_what_was_consumed(dtype: torch.dtype) -> None:
     ours, theirs = Rank(True, layout(dtype)), Rank(False, layout(dtype))
-    loose = {"rtol": 0.02, "atol": 0.05} if dtype != torch.float32 else {"rtol": 2e-3, "atol": 1e-5}
+    loose: dict[str, Any] = (
+        {"rtol": 0.02, "atol": 0.05} if dtype != torch.float32 else {"rtol": 2e-3, "atol": 1e-5}
+    )
     for step, scale in enumerate((1.0, 1.0, 1024.0, 3.7), start=1):
         found = []
         for rank in (ours, theirs):
