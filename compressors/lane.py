@@ -192,6 +192,8 @@ class Lane:
 
     def mean_of(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Overwrite several tensors with their means over ranks; one exchange for each dtype."""
+        if self.world_size == 1:
+            return
         of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors.values():
             of_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -199,8 +201,8 @@ class Lane:
             joined = torch.cat([tensor.flatten() for tensor in own])
             self.mean(joined)
             means = joined.split([tensor.numel() for tensor in own])
-            for tensor, mean in zip(own, means, strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            shaped = [mean.view(t.shape) for t, mean in zip(own, means, strict=True)]
+            torch._foreach_copy_(own, shaped)
 
 
 def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:

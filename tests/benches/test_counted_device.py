@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from benches.bench_device_ops import hook_of_eight
 from benches.counted_device import DEVICE, CountedDevice, Tally
 from benches.gpu.training import MODELS
-from lowdiff.compressors.feedback import ErrorFeedback
+from lowdiff.compressors.exchange import Wire
 from lowdiff.core import devices
 
 #: What makes the host wait for a device, by what people write.
@@ -108,14 +109,12 @@ def test_a_wait_that_is_put_into_the_hook_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sum(hook_of_eight(MODELS["tiny"][0]).waits.values()) == 0
-    total, seen = ErrorFeedback.total, set[int]()
+    write = Wire.empty
 
-    def waiting(self: ErrorFeedback, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        made = total(self, parameter, gradient)
-        seen.add(parameter)
-        if parameter == min(seen):
-            WAITS[name](made)
+    def waiting(*given: Any) -> Wire:
+        made = write(*given)
+        WAITS[name](made.values)
         return made
 
-    monkeypatch.setattr(ErrorFeedback, "total", waiting)
+    monkeypatch.setattr(Wire, "empty", waiting)
     assert sum(hook_of_eight(MODELS["tiny"][0]).waits.values()) == 1
