@@ -31,7 +31,7 @@ def _pattern(total):
 
 @triton.jit
 def _wide(value):
-    """A number as float32; by hand for bfloat16, of which Triton's interpreter loses denormal ones."""
+    """A number as float32; by hand for bfloat16, of which Triton's interpreter reads denormal ones wrongly."""
     if value.dtype == tl.bfloat16:
         return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
