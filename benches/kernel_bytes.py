@@ -99,8 +99,8 @@ def main() -> None:
         bucket, owed = torch.randn(2, _ELEMENTS).unbind()
         selection(bucket, owed, torch.empty_like(owed), scale, table, entries)
         bucket, owed = torch.randn(2, _ELEMENTS).unbind()
-        left = products.project(bucket, owed, owed, scale, last, matrices, _RANK)
-        factors, right = products.back(owed, left, matrices, _RANK)
+        left, used = products.project(bucket, owed, owed, scale, last, matrices, _RANK)
+        factors, right = products.back(owed, left, used, matrices, _RANK)
         products.update(bucket, owed, scale, last, last, factors, right, matrices, _RANK)
     json.dump({name: count / _ELEMENTS for name, count in found.items()}, sys.stdout)
 

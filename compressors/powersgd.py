@@ -25,6 +25,8 @@ from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, ParameterSpec, Payload, Section
 
 _MAX_RANK = 256
+#: A larger one does not fit into a program's registers and shared memory.
+_MOST_RANK_OF_KERNELS = 8
 _WARM_START = "/warm_start"
 
 #: Factors of one parameter: P, ``[matrix_rank, rows]``, and Q, ``[matrix_rank, columns]``.
@@ -101,15 +103,16 @@ class PowerSGD(Settings):
         peers: Sequence[int] = (),
     ) -> PowerSGDReducer:
         """Make the reducer of one run."""
-        products = products_on(residual.device)
+        products = None
+        if self.matrix_rank <= _MOST_RANK_OF_KERNELS:
+            dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
+            products = products_on(residual.device, self.matrix_rank, dtypes)
         if products is not None:
             from lowdiff.compressors.flat.powersgd import (  # it imports this module
-                MOST_RANK,
                 FlatPowerSGDReducer,
             )
 
-            if self.matrix_rank <= MOST_RANK:
-                return FlatPowerSGDReducer(self, layout, residual, group, peers, products=products)
+            return FlatPowerSGDReducer(self, layout, residual, group, peers, products=products)
         return PowerSGDReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,46 +16,50 @@ if TYPE_CHECKING:
     from lowdiff.compressors.flat.matrix_operators import Products
 
 
-def selection_on(device: torch.device) -> Selection:
+#: What kernels take.
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def selection_on(device: torch.device, dtypes: Collection[torch.dtype]) -> Selection:
     """Return the selection for a device: Triton's kernels, or PyTorch's operations where these are not to be had.
 
     Kernels are tried before anything depends on them: a compiler that fails, or a device on which they do
     not make the bits of PyTorch's operations, costs speed and a warning.
+
+    Args:
+        device: Where buckets are.
+        dtypes: Of these.
     """
     plain = TorchSelection()
     if not devices.compiles_kernels(device):
         return plain
+    why = "Triton's kernels do not make the bits of PyTorch's operations"
     try:
         from lowdiff.compressors.flat.operators import TritonSelection
-    except ImportError as error:
-        Code.KERNELS_MISSING.warn(
-            _SLOWER.format(device=device, why=f"Triton is not there ({error})")
-        )
-        return plain
-    kernels = TritonSelection()
-    try:
-        is_same = _are_alike(kernels, plain, device)
-    except Exception as error:  # noqa: BLE001  a compiler raises what it likes
-        Code.KERNELS_MISSING.warn(
-            _SLOWER.format(
-                device=device, why=f"Triton's kernels failed ({type(error).__name__}: {error})"
-            )
-        )
-        return plain
-    if not is_same:
-        Code.KERNELS_MISSING.warn(
-            _SLOWER.format(
-                device=device, why="Triton's kernels do not make the bits of PyTorch's operations"
-            )
-        )
-        return plain
-    return kernels
+
+        kernels = TritonSelection()
+        if all(_are_alike(kernels, plain, device, dtype) for dtype in DTYPES & {*dtypes}):
+            return kernels
+    except Exception as error:  # noqa: BLE001  an import and a compiler raise what they like
+        why = f"Triton's kernels are not to be had ({type(error).__name__}: {error})"
+    Code.KERNELS_MISSING.warn(
+        f"{why}, so top-k on {device} sorts each bucket by PyTorch's operations: the same entries, several times "
+        "slower. Triton comes with PyTorch's CUDA builds"
+    )
+    return plain
 
 
-def products_on(device: torch.device) -> Products | None:
+def products_on(
+    device: torch.device, rank: int, dtypes: Collection[torch.dtype]
+) -> Products | None:
     """Return the products of matrices by Triton's kernels; None where there are none, and PyTorch multiplies.
 
     Kernels are tried on a small bucket before anything depends on them.
+
+    Args:
+        device: Where buckets are.
+        rank: Of the approximation.
+        dtypes: Of buckets.
     """
     if not (devices.takes_whole_buckets(device) and devices.compiles_kernels(device)):
         return None
@@ -62,8 +67,9 @@ def products_on(device: torch.device) -> Products | None:
         from lowdiff.compressors.flat.matrix_operators import Products
 
         found = Products()
-        _multiply(found, device)
-    except Exception as error:  # noqa: BLE001  a compiler raises what it likes
+        for dtype in DTYPES & {*dtypes}:
+            _multiply(found, device, rank, dtype)
+    except Exception as error:  # noqa: BLE001  an import and a compiler raise what they like
         Code.KERNELS_MISSING.warn(
             f"Triton's kernels are not to be had ({type(error).__name__}: {error}), so PowerSGD on {device} multiplies "
             "matrix by matrix, which takes longer. Triton comes with PyTorch's CUDA builds"
@@ -72,43 +78,45 @@ def products_on(device: torch.device) -> Products | None:
     return found
 
 
-_SLOWER = (
-    "{why}, so top-k on {device} sorts each bucket by PyTorch's operations: the same entries, several times slower. "
-    "Triton comes with PyTorch's CUDA builds"
-)
-
-
-def _multiply(products: Products, device: torch.device) -> None:
+def _multiply(products: Products, device: torch.device, rank: int, dtype: torch.dtype) -> None:
     """Factorise a small bucket."""
     from lowdiff.compressors.flat.matrices import Matrix, matrices_of
 
-    rows, columns, rank = 40, 70, 2
-    matrices = [Matrix(0, 0, 0, rows, columns, 0)]
-    table = matrices_of(
-        matrices, rank, [torch.ones(rank, columns, device="cpu")], products.tiling, device
+    rows, columns = 40, 70
+    drawn = [torch.ones(rank, columns, device="cpu")]
+    table = matrices_of([Matrix(0, 0, 0, rows, columns, 0)], rank, drawn, products.tiling, device)
+    bucket = torch.ones(rows * columns, device=device).to(dtype)
+    owed, last = (
+        torch.zeros_like(bucket).to(_owed(dtype)),
+        torch.zeros(rank * columns, device=device),
     )
-    bucket = torch.ones(rows * columns, device=device)
-    owed, last = torch.zeros_like(bucket), torch.zeros(rank * columns, device=device)
     scale = torch.ones((), device=device)
-    left = products.project(bucket, owed, owed, scale, last, table, rank)
-    factors, right = products.back(owed, left, table, rank)
+    left, used = products.project(bucket, owed, owed, scale, last, table, rank)
+    factors, right = products.back(owed, left, used, table, rank)
     products.update(bucket, owed, scale, last, last, factors, right, table, rank)
     products.expand(factors, rows, columns, rank, 0, bucket)
 
 
-def _are_alike(kernels: Selection, plain: Selection, device: torch.device) -> bool:
+def _owed(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of residuals; see `lowdiff.compressors.feedback.residuals_of`."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _are_alike(
+    kernels: Selection, plain: Selection, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether two selections take the same entries from a small bucket, and leave the same."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    gradient = torch.randn(5_000, generator=generator).mul_(3).round_().div_(7).to(device)
+    drawn = torch.randn(5_000, generator=generator, device="cpu").mul_(3).round_().div_(7)
+    gradient = drawn.to(device).to(dtype)
     segments = [Segment(0, 0, 100, 0, 100), Segment(1, 100, 4_900, 0, 49)]
     found = []
     for selection in (kernels, plain):
-        bucket, owed = gradient.clone(), gradient.flip(0)
+        bucket, owed = gradient.clone(), gradient.flip(0).to(_owed(dtype))
         scale = torch.full((), 3.0, device=device)
         table = table_of(segments, selection.block, device)
         entries = Entries.empty(table.num_entries, bucket.dtype, device)
         selection(bucket, owed, owed, scale, table, entries)
         found.append([bucket, owed, entries.positions, entries.own, entries.values])
-    return all(
-        torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in zip(*found, strict=True)
-    )
+    pairs = zip(*found, strict=True)
+    return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)

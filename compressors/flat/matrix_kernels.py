@@ -150,10 +150,10 @@ def orthogonalise(
 
 @triton.jit
 def back(
-    target, factors, parts, table, NUM, tiles, NUM_TILES,
+    target, factors, used, parts, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply P with a range of a matrix's rows."""
+    """Multiply P with a range of a matrix's rows; where this rank did not use it, with zeros."""
     tile = tl.program_id(0)
     matrix = tl.load(tiles + tile)
     column = tl.load(tiles + NUM_TILES + tile) + tl.arange(0, COLUMNS)
@@ -165,9 +165,10 @@ def back(
     rank = tl.arange(0, R)
     sums = tl.zeros([R, COLUMNS], tl.float32)
     first = number * SPLIT
+    is_used = tl.load(used + matrix) != 0
     for begin in range(first, tl.minimum(first + SPLIT, height), ROWS):
         row = begin + tl.arange(0, ROWS)
-        inside = (row < height)[:, None] & (column < width)[None, :]
+        inside = (row < height)[:, None] & (column < width)[None, :] & is_used
         total = tl.load(there + row[:, None] * width + column[None, :], inside, other=0.0)
         among = (rank < RANK)[:, None] & (row < height)[None, :]
         unit = tl.load(units + rank[:, None] * height + row[None, :], among, other=0.0)
@@ -275,6 +276,7 @@ def expand(factors, out, first, count, height, width, RANK: tl.constexpr, ELEMEN
     p = tl.load(factors + row, inside, other=0.0)
     made = p * tl.load(right + column, inside, other=0.0)
     for k in tl.static_range(1, RANK):
-        p = tl.load(factors + k * height + row, inside, other=0.0)
-        made = tl.fma(p, tl.load(right + k * width + column, inside, other=0.0), made)
+        step = tl.zeros_like(row) + k  # of 64 bits
+        p = tl.load(factors + step * height + row, inside, other=0.0)
+        made = tl.fma(p, tl.load(right + step * width + column, inside, other=0.0), made)
     tl.store(out + index, _rounded(made, out.dtype.element_ty), inside)

@@ -75,7 +75,7 @@ _orthogonalise = operator(
     _per_matrix(kernels.orthogonalise),
 )
 _back = operator(
-    "powersgd_back(Tensor target, Tensor factors, Tensor(a!) parts, Tensor table, Tensor tiles, int rank, int rows, "
+    "powersgd_back(Tensor target, Tensor factors, Tensor used, Tensor(a!) parts, Tensor table, Tensor tiles, int rank, int rows, "
     "int columns, int split)",
     _per_tile(kernels.back, "ROWS", "COLUMNS", "SPLIT"),
 )
@@ -123,8 +123,11 @@ class Products:
         last: torch.Tensor,
         table: Matrices,
         rank: int,
-    ) -> torch.Tensor:
-        """Write gradient plus residual, and return its products with the last Q: P of all matrices.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write gradient plus residual, and return its products with the last Q.
+
+        Returns:
+            P of all matrices, to be averaged; and int32 per matrix whether its gradient is used at all.
 
         Args:
             bucket: Flat gradients; float32, bfloat16 or float16.
@@ -143,10 +146,15 @@ class Products:
             bucket, source, target, scale, start, left, used, table.values, table.by_rows, rank, rows, columns
         )  # fmt: skip
         _drop(left, used, table.values, table.by_rows, rank, rows)
-        return left
+        return left, used
 
     def back(
-        self, target: torch.Tensor, left: torch.Tensor, table: Matrices, rank: int
+        self,
+        target: torch.Tensor,
+        left: torch.Tensor,
+        used: torch.Tensor,
+        table: Matrices,
+        rank: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make P orthonormal, and multiply with it.
 
@@ -158,7 +166,7 @@ class Products:
         tiling, values = self.tiling, table.values
         _orthogonalise(left, factors, values, rank, tiling.columns)
         _back(
-            target, factors, parts, values, table.by_splits, rank, tiling.rows, tiling.columns, tiling.split
+            target, factors, used, parts, values, table.by_splits, rank, tiling.rows, tiling.columns, tiling.split
         )  # fmt: skip
         _join(parts, right, values, table.by_columns, rank, tiling.columns)
         return factors, right

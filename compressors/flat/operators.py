@@ -14,6 +14,7 @@ import torch
 from lowdiff.compressors.flat import kernels
 from lowdiff.compressors.flat.selection import Entries
 from lowdiff.compressors.flat.table import Table
+from lowdiff.core import devices
 
 #: Bits of the three digits of a pattern; a parameter's counts have room for the first.
 _DIGITS = 11, 10, 10
@@ -26,8 +27,13 @@ _library = torch.library.Library("lowdiff", "FRAGMENT")
 def operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
     """Define an operator that changes what its schema says, and returns nothing."""
     name = _library.define(f"{schema} -> ()")
+
+    def launch_there(*given: Any) -> None:
+        with devices.chosen(given[0].device):  # Triton launches on the current one
+            launch(*given)
+
     for key in ("CUDA", "CPU"):  # on CPUs Triton interprets
-        _library.impl(name, launch, key)
+        _library.impl(name, launch_there, key)
     torch.library.register_fake(f"lowdiff::{name}", lambda *_: None, lib=_library)
     made: Callable[..., None] = getattr(torch.ops.lowdiff, name).default
     return made
@@ -169,7 +175,8 @@ class TritonSelection:
     """
 
     sizes: Sizes = field(default_factory=Sizes)
-    _rooms: dict[torch.dtype, _Rooms] = field(default_factory=dict)
+    #: By dtype of the residual, and by stream.
+    _rooms: dict[tuple[torch.dtype, int], _Rooms] = field(default_factory=dict)
 
     @property
     def block(self) -> int:
@@ -186,6 +193,21 @@ class TritonSelection:
         entries: Entries,
     ) -> None:
         """See `Selection`."""
+        try:
+            self._select(bucket, source, target, scale, table, entries)
+        except BaseException:
+            self._rooms.clear()  # counts that were not cleared again
+            raise
+
+    def _select(
+        self,
+        bucket: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        scale: torch.Tensor,
+        table: Table,
+        entries: Entries,
+    ) -> None:
         of_entries = entries.positions, entries.own, entries.values
         num_segments, state = len(table.segments), table.state.clone()
         rooms = self._rooms_for(target, table)
@@ -210,14 +232,15 @@ class TritonSelection:
 
     def _rooms_for(self, target: torch.Tensor, table: Table) -> _Rooms:
         """Return scratch memory that is large enough."""
-        rooms = self._rooms.get(target.dtype)
+        key = target.dtype, devices.queue_of(target.device)
+        rooms = self._rooms.get(key)
         blocks, counts = table.num_blocks, len(table.segments) * _WIDTH
         if rooms is not None:
             blocks = max(blocks, rooms.of_block.shape[1])
             counts = max(counts, rooms.counts.numel())
         if rooms is None or (blocks, counts) != (rooms.of_block.shape[1], rooms.counts.numel()):
             size, device = blocks * self.sizes.room, target.device
-            rooms = self._rooms[target.dtype] = _Rooms(
+            rooms = self._rooms[key] = _Rooms(
                 torch.zeros(counts, dtype=torch.int32, device=device),
                 torch.empty(size, dtype=torch.int32, device=device),
                 torch.empty(size, dtype=target.dtype, device=device),

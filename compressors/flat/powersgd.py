@@ -7,19 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.flat import DTYPES
 from lowdiff.compressors.flat.matrices import Matrices, Matrix, matrices_of
 from lowdiff.compressors.flat.matrix_operators import Products
 from lowdiff.compressors.powersgd import PowerSGD, PowerSGDReducer, matrix_of, starts_of
+from lowdiff.core import devices
 from lowdiff.core.layout import ResidualLayout, torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
 from lowdiff.types import Layout
-
-#: What kernels take; matrices of other dtypes are factorised one by one.
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-#: A larger one does not fit into the registers of a program.
-MOST_RANK = 16
-#: Key, beside layout indices, of all P or all Q in an exchange.
-_ALL = -1
 
 
 class FlatPowerSGDReducer(PowerSGDReducer):
@@ -47,24 +42,32 @@ class FlatPowerSGDReducer(PowerSGDReducer):
     def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         own = {i: g for i, g in gradients.items() if i in self._q_of}
-        if buffer.dtype not in _DTYPES or not own:
+        if buffer.dtype not in DTYPES or not own:
             super().average(gradients, buffer)
             return
         dense = {i: g for i, g in gradients.items() if i not in own}
         scale = self.residual.loss_scale.on(buffer.device)
         rank, products = self.compressor.matrix_rank, self._products
-        done = []
-        for pair in self.residual.whole_pairs(own):
-            table, source, target = self._table(pair, own, buffer)
+        # One exchange of each kind, whatever states the matrices of this rank are in.
+        states = [
+            (pair, *self._table(pair, own, buffer)) for pair in self.residual.whole_pairs(own)
+        ]
+        projected = [
+            products.project(
+                buffer, source, target, scale, pair.source.view(torch.float32), table, rank
+            )
+            for pair, table, source, target in states
+        ]
+        # Keys beside layout indices.
+        self.lane.mean_of(dense | {-1 - k: left for k, (left, _) in enumerate(projected)})
+        multiplied = [
+            products.back(target, left, used, table, rank)
+            for (_, table, _, target), (left, used) in zip(states, projected, strict=True)
+        ]
+        self.lane.mean_of({-1 - k: right for k, (_, right) in enumerate(multiplied)})
+        for (pair, table, _, target), (factors, right) in zip(states, multiplied, strict=True):
             last, kept = (slot.view(torch.float32) for slot in (pair.source, pair.target))
-            left = products.project(buffer, source, target, scale, last, table, rank)
-            self.lane.mean_of(dense | {_ALL: left})
-            dense = {}  # they were sent with the first ones
-            factors, right = products.back(target, left, table, rank)
-            self.lane.mean_of({_ALL: right})
             products.update(buffer, target, scale, last, kept, factors, right, table, rank)
-            done.append((table, factors))
-        for table, factors in done:
             parts = factors.split(table.counts)
             for matrix, both in zip(table.matrices, parts, strict=True):
                 for stored in self.stored:
@@ -79,7 +82,8 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         begun = int(buffer.storage_offset())
         known = [(i, int(gradients[i].storage_offset()) - begun) for i in pair.parameters]
         dtype = torch_dtype(self.residual.layout.parameters[pair.parameters[0]].dtype)
-        table = self._tables.get(tuple(known))
+        key = (*known, devices.queue_of(buffer.device))
+        table = self._tables.get(key)
         if table is None:
             specs, width = self.layout.parameters, dtype.itemsize
             matrices = [
@@ -99,7 +103,7 @@ class FlatPowerSGDReducer(PowerSGDReducer):
             table = matrices_of(
                 matrices, self.compressor.matrix_rank, drawn, self._products.tiling, buffer.device
             )
-            self._tables[tuple(known)] = table
+            self._tables[key] = table
         return table, pair.source.view(dtype), pair.target.view(dtype)
 
     def rebuilt(self, parameter: int, held: torch.Tensor, share: slice) -> torch.Tensor:

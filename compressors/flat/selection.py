@@ -103,7 +103,8 @@ class TorchSelection:
                 for s in segments
             ]
         )
-        total = (owed * scale).to(owed.dtype).add_(gradient)
+        # In float32: a device would round the scale to the residual's dtype first.
+        total = (owed.float() * scale).to(owed.dtype).add_(gradient)
         is_used = (kept == lengths).index_add(0, number, gradient != 0)
         torch._foreach_zero_(gradients)
         key = number << 31 | (0x7FFFFFFF - pattern(total))
@@ -117,7 +118,7 @@ class TorchSelection:
         values = total[chosen].to(bucket.dtype)
         values = torch.where(is_used[of_entry], values, torch.zeros_like(values))
         total.index_add_(0, chosen, values.to(total.dtype), alpha=-1)
-        total.div_(scale).nan_to_num_(0.0, 0.0, 0.0)
+        total = (total.float() / scale).to(total.dtype).nan_to_num_(0.0, 0.0, 0.0)
         parts = zip(total.split([s.length for s in segments]), segments, strict=True)
         left = [(part, s) for part, s in parts if not s.is_whole]
         if left:

@@ -9,18 +9,17 @@ import torch.distributed as dist
 
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import Wire, assigned, gather
-from lowdiff.compressors.flat import selection_on
+from lowdiff.compressors.flat import DTYPES, selection_on
 from lowdiff.compressors.flat.selection import Entries
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.topk import TopK, TopKReducer
+from lowdiff.core import devices
 from lowdiff.core.layout import ResidualLayout, torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
 from lowdiff.types import Layout
 
-#: What kernels take; buckets of other dtypes are compressed parameter by parameter.
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-#: Tables that are kept; a warm-up of the density makes new ones at every step.
-_MOST_TABLES = 256
+#: Tables that are kept, beside one per parameter; a warm-up of the density makes new ones at every step.
+_MORE_TABLES = 256
 
 
 class FlatTopKReducer(TopKReducer):
@@ -36,7 +35,8 @@ class FlatTopKReducer(TopKReducer):
     ) -> None:
         super().__init__(compressor, layout, residual, group, peers)
         self._store = residual
-        self._selection = selection_on(residual.device)
+        self._selection = selection_on(residual.device, {torch_dtype(d) for d in layout.dtypes})
+        self._size = torch.full((), float(self.world_size), device=residual.device)
         self._tables: dict[tuple[object, ...], Table] = {}
         #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
         self._owed = [
@@ -52,12 +52,14 @@ class FlatTopKReducer(TopKReducer):
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        if buffer.dtype not in _DTYPES:
+        if buffer.dtype not in DTYPES:
             return super().reduce(parameters, gradients, buffer)
         lengths = {i: g.numel() for i, g in zip(parameters, gradients, strict=True)}
         kept = {i: self.kept(n) for i, n in lengths.items() if n}
         is_whole = all(k == lengths[i] for i, k in kept.items())
-        if not kept or (is_whole and self.world_size == 1 and self.compressor.narrow is None):
+        if not kept:
+            return super().reduce(parameters, gradients, buffer)
+        if is_whole and self.world_size == 1 and self.compressor.narrow is None:
             return completed(buffer)  # the optimizer may consume what backward left
         begun = int(buffer.storage_offset())
         starts = {
@@ -81,7 +83,8 @@ class FlatTopKReducer(TopKReducer):
             of_all = None if self.group is None else seen
             done = completed(assigned(cleared, wire.positions, wire.values, of_all))
         else:
-            wire.values.div_(self.world_size)  # before the sum, as DDP itself averages
+            # Before the sum, as DDP itself averages. A device multiplies by the reciprocal of a number of the host's.
+            wire.values.div_(self._size)
             done = gather(
                 buffer,
                 wire,
@@ -148,13 +151,13 @@ class FlatTopKReducer(TopKReducer):
         """Select from the parameters of a bucket that are in one state."""
         known = [(i, starts[i], kept[i]) for i in parameters]
         dtype, first, last = self._range_of(pair.parameters, lengths, buffer.dtype)
-        key = (*known, first)
+        key = (*known, first, devices.queue_of(buffer.device))
         table = self._tables.get(key)
         if table is None:
             segments = [
                 Segment(i, start, lengths[i], self._owed[i][1] - first, k) for i, start, k in known
             ]
-            if len(self._tables) >= _MOST_TABLES:
+            if len(self._tables) >= len(self._owed) + _MORE_TABLES:
                 self._tables.clear()
             table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
         source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))

@@ -71,6 +71,16 @@ def aside(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(device))
 
 
+def chosen(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a device is the current one, on which kernels are launched that do not say where."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def queue_of(device: torch.device) -> int:
+    """Return a number of the stream that `stream_of` returns: what two of them queue has no order."""
+    return 0 if may_look(device) else int(stream_of(device).stream_id)
+
+
 def stream_of(device: torch.device) -> torch.Stream:
     """Return the stream on which this thread queues what it has a device do."""
     return torch.cuda.current_stream(device)

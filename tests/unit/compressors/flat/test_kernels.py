@@ -42,4 +42,4 @@ def test_they_compile_without_contraction_and_with_denormals(tmp_path: object) -
 
 
 def test_a_cpu_is_left_to_pytorch() -> None:
-    assert isinstance(selection_on(torch.device("cpu")), TorchSelection)
+    assert isinstance(selection_on(torch.device("cpu"), {torch.float32}), TorchSelection)

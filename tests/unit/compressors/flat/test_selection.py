@@ -18,6 +18,7 @@ from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.compressors.flat.selection import Selection, TorchSelection
+from lowdiff.compressors.flat.table import table_of
 from lowdiff.compressors.flat.topk import FlatTopKReducer
 from lowdiff.core.layout import INT_OF_BYTES, layout_of, torch_dtype
 from lowdiff.types import Layout, Section
@@ -94,6 +95,7 @@ class Case:
     """Some steps on one bucket.
 
     Attributes:
+        num_buckets: How many the parameters are divided over.
         passes: Per backward pass: kind and seed of its gradients, loss scale, and what follows it: nothing, an
             optimizer that consumes the first half of the parameters, or a commit.
     """
@@ -102,6 +104,7 @@ class Case:
     dtype: torch.dtype
     compressor: TopK
     passes: tuple[tuple[str, int, float, str], ...]
+    num_buckets: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -129,11 +132,13 @@ def cases(draw: st.DrawFn) -> Case:
         st.sampled_from([1.0, 1.0, 1024.0, 0.25, 3.7]),
         st.sampled_from(["nothing", "half", "commit", "commit"]),
     )
+    lengths = tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5)))
     return Case(
-        tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
+        lengths,
         dtype,
         compressor,
         tuple(draw(st.lists(one_pass, min_size=1, max_size=5))),
+        draw(st.integers(1, min(3, len(lengths)))),
     )
 
 
@@ -172,14 +177,20 @@ def history(case: Case, selection: Selection | None) -> list[Any]:
         residual.loss_scale = Scaled(scale)
         sizes = [spec.numel for spec in layout.parameters]
         dtype = torch_dtype(layout.parameters[0].dtype)
-        buffer = values(kind, sum(sizes), seed).mul(scale).to(dtype)
-        gradients = list(buffer.split(sizes))
-        reducer.reduce(list(range(len(sizes))), gradients, buffer).wait()
-        found.append(exact(buffer))
+        gradients = [torch.empty(0)] * len(sizes)
+        for number in range(case.num_buckets):
+            bucket = list(range(number, len(sizes), case.num_buckets))[::-1]
+            own = [sizes[i] for i in bucket]
+            buffer = values(kind, sum(own), seed + number).mul(scale).to(dtype)
+            parts = list(buffer.split(own))
+            reducer.reduce(bucket, parts, buffer).wait()
+            found.append(exact(buffer))
+            for i, part in zip(bucket, parts, strict=True):
+                gradients[i] = part
         half = set(range(len(sizes) // 2)) if then == "half" else None
         if then != "nothing":
-            own = [g if half is None or i in half else None for i, g in enumerate(gradients)]
-            reducer.consume(own)
+            consumed = [g if half is None or i in half else None for i, g in enumerate(gradients)]
+            reducer.consume(consumed)
             residual.settle(half)
         if then == "commit":
             found += [stored(s, compressor) for s in reducer.payload().sections]
@@ -209,3 +220,37 @@ def test_every_kind_of_numbers_gives_the_bits_of_its_parameters(make: Any, kind:
     passes = ((kind, 3, 1.0, "commit"), ("normal", 4, 1.0, "nothing"), (kind, 5, 3.7, "commit"))
     for dtype in (torch.float32, torch.bfloat16):
         check(Case((300, 0, 64, 1, 700), dtype, TopK(0.02, dense_below=2), passes), make())
+
+
+def test_an_exception_between_two_kernels_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selection = triton_selection()
+    from lowdiff.compressors.flat import operators
+
+    passes = (("normal", 3, 1.0, "commit"),)
+    case = Case((300, 700), torch.float32, TopK(0.02, dense_below=0), passes)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, "_gather", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            history(case, selection)
+    check(case, selection)
+
+
+def test_tables_are_made_once_for_however_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        return table_of(*given)
+
+    monkeypatch.setattr("lowdiff.compressors.flat.topk.table_of", counted)
+    lengths = (70,) * 300
+    passes = (("normal", 3, 1.0, "commit"),) * 3
+    history(Case(lengths, torch.float32, TopK(0.02, dense_below=0), passes, 300), torch_selection())
+    assert made == len(lengths)
