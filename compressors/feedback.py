@@ -263,11 +263,6 @@ class ErrorFeedback:
     def __init__(self, store: ResidualStore) -> None:
         self._store = store
 
-    @property
-    def store(self) -> ResidualStore:
-        """What keeps the residual."""
-        return self._store
-
     def total(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return gradient plus residual, in the next residual's memory and dtype.
 

@@ -36,7 +36,9 @@ class FlatTopKReducer(TopKReducer):
         super().__init__(compressor, layout, residual, group, peers)
         self._store = residual
         self._selection = selection_on(residual.device, {torch_dtype(d) for d in layout.dtypes})
-        self._size = torch.full((), float(self.world_size), device=residual.device)
+        self._size = torch.full(
+            (), float(self.world_size), dtype=torch.float32, device=residual.device
+        )
         self._tables: dict[tuple[object, ...], Table] = {}
         #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
         self._owed = [
