@@ -159,7 +159,7 @@ class CountedDevice(TorchDispatchMode):
             if not devices.may_look(device):
                 self._wait()
 
-        state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait)
+        state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait, stream_id=0)
         return {
             "is_capturing": lambda _: False,
             "name_of": lambda _: "counted",
