@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,20 @@ from benches.gpu.training import (
 )
 from benches.harness import overhead
 from benches.hooked import Hooked
-from lowdiff.compressors import TopK
+from lowdiff import testing
+from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.compressors.exchange import stamp_of
+from lowdiff.compressors.feedback import RotatingResidual, Scaled
+from lowdiff.compressors.flat import selection_on
+from lowdiff.compressors.flat.selection import Entries, Selection, TorchSelection
+from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core import devices
+from lowdiff.core.layout import layout_of
+from lowdiff.protocols import Compressor, Reducer
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.types import Block, Layout
 
 ROOT = Path(__file__).parents[2]
 #: Steps between the full snapshots of which ``snapshot_over_none`` gives the mean cost.
@@ -102,25 +112,99 @@ def of_machine(bench: Bench) -> Figures:
 
 
 def of_bits(bench: Bench) -> Figures:
-    """Compare what the device selects with what the CPU's selector does."""
-    sizes = (1, 64, 4096, 65_537) if bench.smoke else (1, 64, 4096, 65_537, 1 << 20, 38_597_376)
-    same_places = cases = 0
+    """Compare whole buckets on the device with single parameters on the CPU; and what PowerSGD decodes to there."""
+    lengths = (1, 64, 4096, 65_537) if bench.smoke else (1, 64, 4096, 65_537, 1 << 20, 38_597_376)
+    cases, selections = 0, set[str]()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for size in sizes:
-            generator = torch.Generator().manual_seed(bench.seed + size)
-            values = torch.randn(size, generator=generator).to(dtype)
-            k = max(1, size // 100)
-            here = MagnitudeSelector().select(values, k)
-            there = MagnitudeSelector().select(values.to(bench.device), k).cpu()
-            if not bool((there.diff() > 0).all()):
-                raise AssertionError(f"positions of {size} {dtype} do not ascend: {there}")
-            largest = [values[chosen].abs().sort().values for chosen in (here, there)]
-            if not torch.equal(*largest):
-                raise AssertionError(f"of {size} {dtype} the device selects other magnitudes")
-            cases += 1
-            same_places += torch.equal(here, there)
-    # Among equal magnitudes the device may choose others, which half widths have.
-    return {"cases": cases, "same_magnitudes": cases, "same_positions": same_places}
+        layout = layout_of(
+            (f"p{i}", torch.nn.Parameter(torch.empty(n, dtype=dtype)))
+            for i, n in enumerate(lengths)
+        )
+        compressor = TopK(DENSITY, dense_below=64)
+        ranks = bound_twice(compressor, layout, bench.device)
+        selections.add(type(getattr(ranks[1][0], "_selection", None)).__name__)
+        for step, scale in ((1, 1.0), (2, 1.0), (3, 1024.0), (4, 3.7)):
+            drawn = torch.Generator().manual_seed(bench.seed + step)
+            # Half widths and rounded numbers have many equal ones.
+            gradient = torch.randn(sum(lengths), generator=drawn).mul_(64).round_().div_(7 / scale)
+            here, there = (
+                stepped(*rank, gradient.to(where, dtype, copy=True), lengths, step, scale)
+                for rank, where in zip(ranks, ("cpu", bench.device), strict=True)
+            )
+            for name, own in here.items():
+                if not torch.equal(own.view(torch.uint8), there[name].view(torch.uint8)):
+                    raise AssertionError(f"{name} of {dtype} differs in step {step}")
+            cases += len(here)
+    return {
+        "cases": cases,
+        "selection": ", ".join(sorted(selections)),
+        "powersgd_decodes": low_rank_decodes(bench),
+    }
+
+
+def bound_twice(
+    compressor: Compressor, layout: Layout, device: torch.device
+) -> list[tuple[Reducer, RotatingResidual]]:
+    """Bind a compressor on the CPU, where it takes single parameters; and on a device, where it takes whole buckets."""
+    kept = compressor.residual_layout(layout)
+    here, there = (RotatingResidual.zeros(kept, place) for place in (torch.device("cpu"), device))
+    found = [(compressor.bind(layout, here, None), here)]
+    with testing.whole_buckets():
+        found.append((compressor.bind(layout, there, None), there))
+    return found
+
+
+def stepped(
+    reducer: Reducer,
+    residual: RotatingResidual,
+    buffer: torch.Tensor,
+    lengths: Sequence[int],
+    step: int,
+    scale: float,
+) -> dict[str, torch.Tensor]:
+    """Make a step of one bucket; all that comes of it, on the CPU."""
+    residual.loss_scale = Scaled(scale)
+    reducer.begin(stamp_of(0, step))
+    gradients = list(buffer.split(list(lengths)))
+    reducer.reduce(range(len(lengths)), gradients, buffer).wait()
+    reducer.consume(gradients)
+    residual.settle()
+    found = {"the average": buffer.cpu()}
+    for section in reducer.payload().sections:
+        found[section.name] = torch.from_numpy(section.data.copy())
+    residual.advance()
+    return found | {f"residual of {n}": owed.cpu() for n, owed in residual.named().items()}
+
+
+def low_rank_decodes(bench: Bench) -> bool:
+    """Whether PowerSGD's payloads decode on the CPU to the bits that the device's optimizer consumed.
+
+    Raises:
+        AssertionError: If whole buckets on the device do not even come near to the CPU's.
+    """
+    shapes = [(300, 500), (70,), (1024, 768)]
+    layout = layout_of(
+        (f"p{i}", torch.nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)
+    )
+    lengths = [spec.numel for spec in layout.parameters]
+    compressor = PowerSGD(4)
+    ranks = bound_twice(compressor, layout, bench.device)
+    is_exact = True
+    for step in (1, 2, 3):
+        gradient = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(step))
+        averages = []
+        for (reducer, residual), device in zip(ranks, ("cpu", bench.device), strict=True):
+            buffer = gradient.to(device, copy=True)
+            stepped(reducer, residual, buffer, lengths, step, 1.0)
+            payload = reducer.payload()
+            decode = compressor.decoder([payload], layout)
+            rebuilt = torch.zeros_like(gradient)
+            for i, part in enumerate(rebuilt.split(lengths)):
+                decode(Block(i, 0, part.numel()), part)
+            averages.append(buffer.cpu())
+            is_exact &= torch.equal(rebuilt, averages[-1])
+        torch.testing.assert_close(*averages, rtol=1e-2, atol=1e-2)
+    return is_exact
 
 
 def of_profile(bench: Bench) -> Figures:
@@ -219,7 +303,20 @@ def of_kernels(bench: Bench) -> Figures:
             part.index_select(0, chosen)
             part.index_fill_(0, chosen, 0.0)
 
-    def flat() -> None:
+    compressor = TopK(DENSITY)
+    ends = list(accumulate(shapes))
+    segments = [
+        Segment(i, end - n, n, end - n, compressor.kept(n, None))
+        for i, (n, end) in enumerate(zip(shapes, ends, strict=True))
+    ]
+    scale = torch.ones((), device=bench.device)
+
+    def by_bucket(selection: Selection) -> Callable[[], None]:
+        table = table_of(segments, selection.block, bench.device)
+        entries = Entries.empty(table.num_entries, gradient.dtype, bench.device)
+        return lambda: selection(gradient, residual, following, scale, table, entries)
+
+    def one_threshold() -> None:
         torch.add(gradient, residual, out=following)
         chosen = following.abs().topk(max(1, len(following) // 100), sorted=False).indices
         following.index_select(0, chosen.sort().values)
@@ -229,7 +326,13 @@ def of_kernels(bench: Bench) -> Figures:
         torch.add(gradient, residual, out=following)
         gradient.zero_()
 
-    ways = {"by_parameter": by_parameter, "flat": flat, "floor": floor}
+    ways = {
+        "by_parameter": by_parameter,
+        "one_threshold": one_threshold,
+        "by_bucket_torch": by_bucket(TorchSelection()),
+        "by_bucket": by_bucket(selection_on(bench.device, {torch.float32})),
+        "floor": floor,
+    }
     return {f"{name}_seconds": best_of(bench.device, way) for name, way in ways.items()}
 
 
