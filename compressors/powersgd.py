@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
 from lowdiff.compressors.feedback import is_used, residuals_of
-from lowdiff.compressors.flat import products_on
+from lowdiff.compressors.flat import agreed, products_on
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
@@ -106,7 +106,9 @@ class PowerSGD(Settings):
         products = None
         if self.matrix_rank <= _MOST_RANK_OF_KERNELS:
             dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
-            products = products_on(residual.device, self.matrix_rank, dtypes)
+            products = agreed(
+                products_on(residual.device, self.matrix_rank, dtypes), residual.device, group
+            )
         if products is not None:
             from lowdiff.compressors.flat.powersgd import (  # it imports this module
                 FlatPowerSGDReducer,

@@ -36,7 +36,14 @@ from lowdiff.loop.plain_loader import PlainLoader, is_plain_loader
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.schedulers import warn_of_schedulers_left_out
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
-from lowdiff.model.binding import Attached, bare_optimizers, describe, of_all_ranks, with_draws
+from lowdiff.model.binding import (
+    Attached,
+    alike_on,
+    bare_optimizers,
+    describe,
+    of_all_ranks,
+    with_draws,
+)
 from lowdiff.model.items import Stateful
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.replicas import replicas_of
@@ -362,7 +369,8 @@ class Checkpointer:
                 refuse_foreign_descriptor()
                 attached = self._hooked(attached, replicate, ranks)
                 loaders, others = self._plain_loaders_of(stateful, attached.model)
-            attached = with_draws(attached, ranks)
+                alike = alike_on(attached, ranks.rank)
+            attached = with_draws(attached, ranks, alike)
             for loader in self._loaders.values():
                 if isinstance(loader, ResumableLoader):
                     loader.share(ranks.rank, ranks.world_size)

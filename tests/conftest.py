@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 from collections import Counter
@@ -9,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from benches import ending
@@ -18,6 +20,9 @@ from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
 from tests.crash.pool import Pool
 
+# Before anything loads a kernel: without a device they are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
 for profile, examples in (("quick", 20), ("thorough", 150)):
     settings.register_profile(

@@ -113,9 +113,12 @@ def of_machine(bench: Bench) -> Figures:
 
 def of_bits(bench: Bench) -> Figures:
     """Compare whole buckets on the device with single parameters on the CPU; and what PowerSGD decodes to there."""
-    lengths = (1, 64, 4096, 65_537) if bench.smoke else (1, 64, 4096, 65_537, 1 << 20, 38_597_376)
+    small = (1, 64, 4096, 65_537)
     cases, selections = 0, set[str]()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        lengths = small if bench.smoke else (*small, 1 << 20)
+        if dtype == torch.float32 and not bench.smoke:
+            lengths = (*lengths, 38_597_376)
         layout = layout_of(
             (f"p{i}", torch.nn.Parameter(torch.empty(n, dtype=dtype)))
             for i, n in enumerate(lengths)
@@ -129,7 +132,7 @@ def of_bits(bench: Bench) -> Figures:
             gradient = torch.randn(sum(lengths), generator=drawn).mul_(64).round_().div_(7 / scale)
             here, there = (
                 stepped(*rank, gradient.to(where, dtype, copy=True), lengths, step, scale)
-                for rank, where in zip(ranks, ("cpu", bench.device), strict=True)
+                for rank, where in zip(ranks, (torch.device("cpu"), bench.device), strict=True)
             )
             for name, own in here.items():
                 if not torch.equal(own.view(torch.uint8), there[name].view(torch.uint8)):
@@ -193,7 +196,9 @@ def low_rank_decodes(bench: Bench) -> bool:
     for step in (1, 2, 3):
         gradient = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(step))
         averages = []
-        for (reducer, residual), device in zip(ranks, ("cpu", bench.device), strict=True):
+        for (reducer, residual), device in zip(
+            ranks, (torch.device("cpu"), bench.device), strict=True
+        ):
             buffer = gradient.to(device, copy=True)
             stepped(reducer, residual, buffer, lengths, step, 1.0)
             payload = reducer.payload()
@@ -314,7 +319,7 @@ def of_kernels(bench: Bench) -> Figures:
     def by_bucket(selection: Selection) -> Callable[[], None]:
         table = table_of(segments, selection.block, bench.device)
         entries = Entries.empty(table.num_entries, gradient.dtype, bench.device)
-        return lambda: selection(gradient, residual, following, scale, table, entries)
+        return lambda: selection(gradient, residual, following, scale, scale, table, entries)
 
     def one_threshold() -> None:
         torch.add(gradient, residual, out=following)
@@ -419,7 +424,7 @@ def counts_in(output: str) -> dict[str, int]:
 #: Part -> what it does, and after how many seconds it is ended; the most important first.
 PARTS: dict[str, tuple[Callable[[Bench], Figures], float]] = {
     "machine": (of_machine, 25),
-    "bits": (of_bits, 30),
+    "bits": (of_bits, 45),
     "profile": (of_profile, 35),
     "rotation": (of_rotation, 90),
     "kernels": (of_kernels, 25),

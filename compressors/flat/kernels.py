@@ -1,9 +1,10 @@
 """Top-k with error feedback over a whole bucket, as Triton kernels: exact, and the same bits on every device.
 
 A *block* is a range of one parameter's elements; a program works on one block, or on one parameter. Digits of the
-magnitude's pattern (31 bits: 11, 10 and 10) are counted per parameter, the digit of the k-th largest is found, and the
-next one is counted among those that share it. What may be selected is a few elements of a block: they are put into a
-*room* of fixed size when the first digit is known, and later kernels read that alone. A block with more candidates than
+magnitude's pattern (31 bits: 8, which are the exponent, 12 and 11) are counted per parameter, the digit of the k-th largest
+is found, and the next one is counted among those that share it. To count costs instructions for each possible digit, so
+the first has few. What may be selected is a few elements of a block: they are put into a *room* of fixed size when the
+first digit is known, and later kernels read that alone. A block with more candidates than
 its room holds is read whole again.
 
 Integers are added by atomics, whose order does not matter. Places are never given by atomics: a block counts what it
@@ -14,8 +15,47 @@ selects, these counts are summed up in order, and so entries come out in the ord
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
+
+#: Every place is read from a table: to specialise for numbers and addresses would make no load wider, and compile kernels
+#: anew, in a backward pass, where a bucket has other ones.
+kernel = partial(
+    triton.jit,
+    do_not_specialize=(
+        *("NUM_BLOCKS", "NUM_SEGMENTS", "NUM", "NUM_TILES", "first", "count", "height", "width"),
+    ),
+    do_not_specialize_on_alignment=(
+        *(
+            "bucket",
+            "source",
+            "target",
+            "scale",
+            "size",
+            "state",
+            "counts",
+            "positions",
+            "own",
+            "values",
+        ),
+        *(
+            "table",
+            "rooms",
+            "totals",
+            "sizes",
+            "above",
+            "equal",
+            "last",
+            "drawn",
+            "start",
+            "left",
+            "right",
+        ),
+        *("used", "tiles", "factors", "parts", "out"),
+    ),
+)
 
 
 @triton.jit
@@ -60,10 +100,11 @@ def _finite(value):
     return tl.where(_pattern(value) >= 0x7F800000, tl.zeros_like(value), value)
 
 
-@triton.jit
+@kernel
 def add_up(
-    bucket, source, target, scale, state, counts, positions, own, values, table,
+    bucket, source, target, scale, size, state, counts, positions, own, values, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """Write gradient plus residual, count first digits, and clear the bucket; give parameters that are sent whole."""
     block = tl.program_id(0)
@@ -76,7 +117,7 @@ def add_up(
     is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
     out = tl.load(segments + 4 * NUM_SEGMENTS + segment) + first
     by = tl.load(scale)
-    found = tl.zeros([WIDTH], tl.int32)
+    found = tl.zeros([1 << BITS], tl.int32)
     used = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, BLOCK, CHUNK):
         place = begin + tl.arange(0, CHUNK)
@@ -86,20 +127,21 @@ def add_up(
         gradient = tl.load(bucket + start + place, inside, other=0.0)
         tl.store(positions + out + place, (start + place).to(tl.int32), sent)
         tl.store(own + out + place, first + place, sent)
-        tl.store(values + out + place, gradient, sent)
+        averaged = tl.div_rn(_wide(gradient), tl.load(size) + tl.zeros([CHUNK], tl.float32))
+        tl.store(values + out + place, _rounded(averaged, gradient.dtype), sent)
         owed = tl.load(source + there + place, left, other=0.0)
         scaled = _rounded(_wide(owed) * by, owed.dtype)
         total = _rounded(_wide(scaled) + _wide(gradient), owed.dtype)
         tl.store(target + there + place, total, left)
         tl.store(bucket + start + place, tl.zeros_like(gradient), inside)
-        found += tl.histogram(_pattern(total) >> SHIFT, WIDTH, left)
+        found += tl.histogram(_pattern(total) >> SHIFT, 1 << BITS, left)
         used |= (_wide(gradient) != 0.0).to(tl.int32)
-    digits = tl.arange(0, WIDTH)
+    digits = tl.arange(0, 1 << BITS)
     tl.atomic_add(counts + segment * WIDTH + digits, found, found > 0)
     tl.atomic_or(state + 2 * NUM_SEGMENTS + segment, tl.max(used, 0))
 
 
-@triton.jit
+@kernel
 def find(counts, state, NUM_SEGMENTS, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Find the next digit of each parameter's k-th largest, and clear its counts."""
     segment = tl.program_id(0)
@@ -116,15 +158,14 @@ def find(counts, state, NUM_SEGMENTS, BITS: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(state + NUM_SEGMENTS + segment, (before << BITS) | digit)
 
 
-@triton.jit
+@kernel
 def gather(
-    target, state, counts, rooms, totals, sizes, table,
-    NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    target, state, rooms, totals, sizes, table,
+    NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Put what may be selected into its block's room, and count second digits.
+    """Put what may be selected into its block's room.
 
-    NaN and infinity are always among it, because the residual must not keep them.
+    NaN and infinity are always among it, because their first digit is the highest: the residual must not keep them.
     """
     block = tl.program_id(0)
     segment = tl.load(table + block)
@@ -134,27 +175,19 @@ def gather(
     there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
     is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
     digit = tl.load(state + NUM_SEGMENTS + segment)
-    lowest = tl.minimum(digit, 0x7F800000 >> (31 - FIRST))
     room = block.to(tl.int64) * ROOM
-    found = tl.zeros([1 << SECOND], tl.int32)
     size = 0
     for begin in range(0, BLOCK, CHUNK):
         place = begin + tl.arange(0, CHUNK)
         inside = (first + place < length) & (is_whole == 0)
         total = tl.load(target + there + place, inside, other=0.0)
-        pattern = _pattern(total)
-        top = pattern >> (31 - FIRST)
-        is_kept = inside & (top >= lowest)
+        is_kept = inside & ((_pattern(total) >> SHIFT) >= digit)
         rank = size + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         fits = is_kept & (rank < ROOM)
         tl.store(rooms + room + rank, place, fits)
         tl.store(totals + room + rank, total, fits)
         size += tl.sum(is_kept.to(tl.int32), 0)
-        second = (pattern >> (31 - FIRST - SECOND)) & ((1 << SECOND) - 1)
-        found += tl.histogram(second, 1 << SECOND, inside & (top == digit))
     tl.store(sizes + block, size)
-    digits = tl.arange(0, 1 << SECOND)
-    tl.atomic_add(counts + segment * WIDTH + digits, found, found > 0)
 
 
 @triton.jit
@@ -179,13 +212,13 @@ def _count_of(size, length, first, is_whole, BLOCK: tl.constexpr, ROOM: tl.const
     return tl.where(size <= ROOM, size, left)
 
 
-@triton.jit
-def count_last(
+@kernel
+def count(
     target, state, counts, rooms, totals, sizes, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
-    THIRD: tl.constexpr,
+    SHIFT: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Count third digits."""
+    """Count the next digit of what shares the ones that are found."""
     block = tl.program_id(0)
     segment = tl.load(table + block)
     first = tl.load(table + NUM_BLOCKS + block)
@@ -196,19 +229,19 @@ def count_last(
     size = tl.load(sizes + block)
     count = _count_of(size, length, first, is_whole, BLOCK, ROOM)
     prefix = tl.load(state + NUM_SEGMENTS + segment)
-    found = tl.zeros([1 << THIRD], tl.int32)
+    found = tl.zeros([1 << BITS], tl.int32)
     for begin in range(0, count, CHUNK):
         inside, _, total = _candidates(
             target, rooms, totals, block.to(tl.int64) * ROOM, there, begin, size, count, CHUNK, ROOM
         )
         pattern = _pattern(total)
-        third = pattern & ((1 << THIRD) - 1)
-        found += tl.histogram(third, 1 << THIRD, inside & ((pattern >> THIRD) == prefix))
-    digits = tl.arange(0, 1 << THIRD)
+        digit = (pattern >> SHIFT) & ((1 << BITS) - 1)
+        found += tl.histogram(digit, 1 << BITS, inside & ((pattern >> (SHIFT + BITS)) == prefix))
+    digits = tl.arange(0, 1 << BITS)
     tl.atomic_add(counts + segment * WIDTH + digits, found, found > 0)
 
 
-@triton.jit
+@kernel
 def tally(
     target, state, rooms, totals, sizes, above, equal, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
@@ -237,7 +270,7 @@ def tally(
     tl.store(equal + block, num_equal)
 
 
-@triton.jit
+@kernel
 def place(state, above, equal, table, NUM_BLOCKS, NUM_SEGMENTS, CHUNK: tl.constexpr):
     """Turn the counts of each parameter's blocks into the place of its first entry and the rank of its first tie."""
     segment = tl.program_id(0)
@@ -260,9 +293,9 @@ def place(state, above, equal, table, NUM_BLOCKS, NUM_SEGMENTS, CHUNK: tl.conste
         num_equal += tl.sum(ties, 0)
 
 
-@triton.jit
+@kernel
 def write(
-    target, state, rooms, totals, sizes, above, equal, positions, own, values, table,
+    target, size, state, rooms, totals, sizes, above, equal, positions, own, values, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Write a block's entries in the order of their index, and what the residual keeps of them.
@@ -278,8 +311,8 @@ def write(
     length = tl.load(segments + NUM_SEGMENTS + segment)
     there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
     is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
-    size = tl.load(sizes + block)
-    count = _count_of(size, length, first, is_whole, BLOCK, ROOM)
+    filled = tl.load(sizes + block)
+    count = _count_of(filled, length, first, is_whole, BLOCK, ROOM)
     wanted = tl.load(state + segment)
     threshold = tl.load(state + NUM_SEGMENTS + segment)
     is_used = tl.load(state + 2 * NUM_SEGMENTS + segment) != 0
@@ -287,7 +320,16 @@ def write(
     num_equal = tl.load(equal + block)
     for begin in range(0, count, CHUNK):
         inside, place, total = _candidates(
-            target, rooms, totals, block.to(tl.int64) * ROOM, there, begin, size, count, CHUNK, ROOM
+            target,
+            rooms,
+            totals,
+            block.to(tl.int64) * ROOM,
+            there,
+            begin,
+            filled,
+            count,
+            CHUNK,
+            ROOM,
         )
         pattern = _pattern(total)
         is_tie = (inside & (pattern == threshold)).to(tl.int32)
@@ -299,7 +341,8 @@ def write(
         value = _rounded(_wide(value), values.dtype.element_ty)
         tl.store(positions + entry, (start + place).to(tl.int32), is_sent)
         tl.store(own + entry, first + place, is_sent)
-        tl.store(values + entry, value, is_sent)
+        averaged = tl.div_rn(_wide(value), tl.load(size) + tl.zeros([CHUNK], tl.float32))
+        tl.store(values + entry, _rounded(averaged, values.dtype.element_ty), is_sent)
         left = _rounded(_wide(total) - _wide(value), total.dtype)
         left = _finite(tl.where(is_sent, left, total))
         is_infinite = inside & (pattern >= 0x7F800000)
@@ -308,7 +351,7 @@ def write(
         num_equal += tl.sum(is_tie, 0)
 
 
-@triton.jit
+@kernel
 def unscale(
     target, scale, table, NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):

@@ -39,10 +39,12 @@ class Tiling:
         columns: Columns of a tile.
         split: Rows whose product with P one program adds up.
         elements: Elements of an expanded gradient that one program makes.
+        length: Columns of P or Q that one program takes at once where it works on all of a matrix.
     """
 
     rows: int = 16
     columns: int = 64
+    length: int = 256
     split: int = 1024
     elements: int = 1024
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowdiff.compressors.flat.kernels import _finite, _rounded, _wide
+from lowdiff.compressors.flat.kernels import _finite, _rounded, _wide, kernel
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _of(table, row: tl.constexpr, matrix, NUM):
     return tl.load(table + row * NUM + matrix)
 
 
-@triton.jit
+@kernel
 def normalise(
     last, drawn, start, table, NUM, RANK: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -53,7 +53,7 @@ def normalise(
         tl.store(start + at + place, tl.where(is_usable[:, None], unit, other), inside)
 
 
-@triton.jit
+@kernel
 def project(
     bucket, source, target, scale, start, left, used, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -89,7 +89,7 @@ def project(
     tl.atomic_or(used + matrix, tl.max(is_used, 0))
 
 
-@triton.jit
+@kernel
 def drop(
     left, used, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
@@ -106,7 +106,7 @@ def drop(
     tl.store(place, tl.zeros([ROWS, R], tl.float32), inside & is_unused)
 
 
-@triton.jit
+@kernel
 def orthogonalise(
     left, factors, table, NUM, RANK: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -119,13 +119,14 @@ def orthogonalise(
     rows = left + _of(table, 4, matrix, NUM)
     out = factors + _of(table, 6, matrix, NUM)
     rank = tl.arange(0, R)
-    gram = tl.zeros([R, R], tl.float64)
+    products = tl.zeros([R, R, COLUMNS], tl.float64)
     for begin in range(0, length, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = (rank < RANK)[:, None] & (column < length)[None, :]
         value = tl.load(rows + rank[:, None] * length + column[None, :], inside, other=0.0)
         value = value.to(tl.float64)
-        gram += tl.sum(value[:, None, :] * value[None, :, :], 2)
+        products += value[:, None, :] * value[None, :, :]
+    gram = tl.sum(products, 2)
     made = tl.zeros([R, R], tl.float64)
     for k in tl.static_range(RANK):
         own = (rank == k).to(tl.float64)
@@ -148,7 +149,7 @@ def orthogonalise(
         tl.store(out + place, unit.to(tl.float32), inside)
 
 
-@triton.jit
+@kernel
 def back(
     target, factors, used, parts, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
@@ -178,7 +179,7 @@ def back(
     tl.store(out + place, sums, (rank < RANK)[:, None] & (column < width)[None, :])
 
 
-@triton.jit
+@kernel
 def join(
     parts, right, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
@@ -198,7 +199,7 @@ def join(
     tl.store(right + _of(table, 5, matrix, NUM) + place, sums, inside)
 
 
-@triton.jit
+@kernel
 def keep(
     right, last, target, factors, table, NUM,
     RANK: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
@@ -227,7 +228,7 @@ def keep(
         tl.store(target + kept + place, tl.where((is_there != 0)[:, None], value, earlier), inside)
 
 
-@triton.jit
+@kernel
 def update(
     bucket, target, scale, factors, table, NUM, tiles, NUM_TILES,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -264,7 +265,7 @@ def update(
         tl.store(there + place, _finite(_rounded(divided, total.dtype)), inside)
 
 
-@triton.jit
+@kernel
 def expand(factors, out, first, count, height, width, RANK: tl.constexpr, ELEMENTS: tl.constexpr):
     """Write a range of P Q^T, in row order, with the bits of `update`."""
     index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)

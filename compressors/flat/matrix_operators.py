@@ -141,7 +141,7 @@ class Products:
         start, left = _room(table.right, bucket), _room(table.left, bucket)
         used = torch.zeros(len(table.matrices), dtype=torch.int32, device=bucket.device)
         rows, columns = self.tiling.rows, self.tiling.columns
-        _normalise(last, table.drawn, start, table.values, rank, columns)
+        _normalise(last, table.drawn, start, table.values, rank, self.tiling.length)
         _project(
             bucket, source, target, scale, start, left, used, table.values, table.by_rows, rank, rows, columns
         )  # fmt: skip
@@ -164,7 +164,9 @@ class Products:
         factors, right = _room(table.left + table.right, target), _room(table.right, target)
         parts = _room(table.parts, target)
         tiling, values = self.tiling, table.values
-        _orthogonalise(left, factors, values, rank, tiling.columns)
+        # Products of all pairs of rows are summed up in registers.
+        length = tiling.length if rank <= 4 else tiling.columns
+        _orthogonalise(left, factors, values, rank, length)
         _back(
             target, factors, used, parts, values, table.by_splits, rank, tiling.rows, tiling.columns, tiling.split
         )  # fmt: skip
@@ -196,7 +198,7 @@ class Products:
             table: Where what is.
             rank: Of the approximation.
         """
-        _keep(right, last, kept, factors, table.values, rank, self.tiling.columns)
+        _keep(right, last, kept, factors, table.values, rank, self.tiling.length)
         _update(
             bucket, target, scale, factors, table.values, table.by_rows, rank, self.tiling.rows, self.tiling.columns
         )  # fmt: skip

@@ -16,9 +16,9 @@ from lowdiff.compressors.flat.selection import Entries
 from lowdiff.compressors.flat.table import Table
 from lowdiff.core import devices
 
-#: Bits of the three digits of a pattern; a parameter's counts have room for the first.
-_DIGITS = 11, 10, 10
-_WIDTH = 1 << _DIGITS[0]
+#: Bits of the three digits of a pattern; a parameter's counts have room for each.
+_DIGITS = 8, 12, 11
+_WIDTH = 1 << max(_DIGITS)
 #: No product and sum become one operation that rounds once: the bits are those of PyTorch's operations in turn.
 _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 _library = torch.library.Library("lowdiff", "FRAGMENT")
@@ -51,7 +51,7 @@ def _launch_add_up(*given: Any) -> None:
     *tensors, table, num_blocks, num_segments, block, chunk = given
     kernels.add_up[(num_blocks,)](
         *tensors, table, num_blocks, num_segments,
-        BLOCK=block, CHUNK=chunk, WIDTH=_WIDTH, SHIFT=31 - _DIGITS[0], **_LAUNCH,
+        BLOCK=block, CHUNK=chunk, WIDTH=_WIDTH, SHIFT=31 - _DIGITS[0], BITS=_DIGITS[0], **_LAUNCH,
     )  # fmt: skip
 
 
@@ -60,20 +60,20 @@ def _launch_find(counts: Any, state: Any, num_segments: int, bits: int) -> None:
 
 
 def _launch_gather(*given: Any) -> None:
-    target, state, counts, rooms, totals, sizes, room, table, *numbers = given
+    target, state, rooms, totals, sizes, room, table, *numbers = given
     num_blocks, num_segments, block, chunk = numbers
     kernels.gather[(num_blocks,)](
-        target, state, counts, rooms, totals, sizes, table, num_blocks, num_segments,
-        BLOCK=block, CHUNK=chunk, ROOM=room, WIDTH=_WIDTH, FIRST=_DIGITS[0], SECOND=_DIGITS[1], **_LAUNCH,
+        target, state, rooms, totals, sizes, table, num_blocks, num_segments,
+        BLOCK=block, CHUNK=chunk, ROOM=room, SHIFT=31 - _DIGITS[0], **_LAUNCH,
     )  # fmt: skip
 
 
-def _launch_count_last(*given: Any) -> None:
-    target, state, counts, rooms, totals, sizes, room, table, *numbers = given
+def _launch_count(*given: Any) -> None:
+    target, state, counts, rooms, totals, sizes, room, table, *numbers, shift, bits = given
     num_blocks, num_segments, block, chunk = numbers
-    kernels.count_last[(num_blocks,)](
+    kernels.count[(num_blocks,)](
         target, state, counts, rooms, totals, sizes, table, num_blocks, num_segments,
-        BLOCK=block, CHUNK=chunk, ROOM=room, WIDTH=_WIDTH, THIRD=_DIGITS[2], **_LAUNCH,
+        BLOCK=block, CHUNK=chunk, ROOM=room, WIDTH=_WIDTH, SHIFT=shift, BITS=bits, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -94,10 +94,10 @@ def _launch_place(*given: Any) -> None:
 
 
 def _launch_write(*given: Any) -> None:
-    target, state, above, equal, positions, own, values, *rest = given
+    target, size, state, above, equal, positions, own, values, *rest = given
     rooms, totals, sizes, room, table, num_blocks, num_segments, block, chunk = rest
     kernels.write[(num_blocks,)](
-        target, state, rooms, totals, sizes, above, equal, positions, own, values, table, num_blocks, num_segments,
+        target, size, state, rooms, totals, sizes, above, equal, positions, own, values, table, num_blocks, num_segments,
         BLOCK=block, CHUNK=chunk, ROOM=room, **_LAUNCH,
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ def _launch_unscale(*given: Any) -> None:
 
 _ENTRIES = "Tensor({}!) positions, Tensor({}!) own, Tensor({}!) values"
 _add_up = operator(
-    "topk_add_up(Tensor(a!) bucket, Tensor source, Tensor(b!) target, Tensor scale, Tensor(c!) state, "
+    "topk_add_up(Tensor(a!) bucket, Tensor source, Tensor(b!) target, Tensor scale, Tensor size, Tensor(c!) state, "
     f"Tensor(d!) counts, {_ENTRIES.format(*'efg')}, {_BLOCKS})",
     _launch_add_up,
 )
@@ -119,12 +119,11 @@ _find = operator(
     "topk_find(Tensor(a!) counts, Tensor(b!) state, int num_segments, int bits)", _launch_find
 )
 _gather = operator(
-    f"topk_gather(Tensor target, Tensor state, Tensor(a!) counts, {_roomy('bcd')}, {_BLOCKS})",
-    _launch_gather,
+    f"topk_gather(Tensor target, Tensor state, {_roomy('abc')}, {_BLOCKS})", _launch_gather
 )
-_count_last = operator(
-    f"topk_count_last(Tensor target, Tensor state, Tensor(a!) counts, {_roomy()}, {_BLOCKS})",
-    _launch_count_last,
+_count = operator(
+    f"topk_count(Tensor target, Tensor state, Tensor(a!) counts, {_roomy()}, {_BLOCKS}, int shift, int bits)",
+    _launch_count,
 )
 _tally = operator(
     f"topk_tally(Tensor target, Tensor state, Tensor(a!) above, Tensor(b!) equal, {_roomy()}, {_BLOCKS})",
@@ -134,7 +133,7 @@ _place = operator(
     f"topk_place(Tensor state, Tensor(a!) above, Tensor(b!) equal, {_BLOCKS})", _launch_place
 )
 _write = operator(
-    "topk_write(Tensor(a!) target, Tensor state, Tensor above, Tensor equal, "
+    "topk_write(Tensor(a!) target, Tensor size, Tensor state, Tensor above, Tensor equal, "
     f"{_ENTRIES.format(*'bcd')}, {_roomy()}, {_BLOCKS})",
     _launch_write,
 )
@@ -149,11 +148,13 @@ class Sizes:
         block: Elements of a block.
         chunk: Of these, how many a program takes at once; a power of two that divides the block.
         room: Candidates of a block that are kept apart.
+        few: Of these, how many a program takes at once; a power of two.
     """
 
     block: int = 8192
     chunk: int = 2048
     room: int = 1024
+    few: int = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -189,12 +190,13 @@ class TritonSelection:
         source: torch.Tensor,
         target: torch.Tensor,
         scale: torch.Tensor,
+        size: torch.Tensor,
         table: Table,
         entries: Entries,
     ) -> None:
         """See `Selection`."""
         try:
-            self._select(bucket, source, target, scale, table, entries)
+            self._select(bucket, source, target, scale, size, table, entries)
         except BaseException:
             self._rooms.clear()  # counts that were not cleared again
             raise
@@ -205,6 +207,7 @@ class TritonSelection:
         source: torch.Tensor,
         target: torch.Tensor,
         scale: torch.Tensor,
+        size: torch.Tensor,
         table: Table,
         entries: Entries,
     ) -> None:
@@ -213,21 +216,21 @@ class TritonSelection:
         rooms = self._rooms_for(target, table)
         counts = rooms.counts[: num_segments * _WIDTH]
         sizes, above, equal = rooms.of_block[:, : table.num_blocks].unbind()
-        of_blocks = (
-            *(table.values, table.num_blocks, num_segments),
-            *(self.sizes.block, self.sizes.chunk),
-        )
+        numbers = table.values, table.num_blocks, num_segments, self.sizes.block
+        of_blocks, of_few = (*numbers, self.sizes.chunk), (*numbers, self.sizes.few)
         filled = table.num_blocks * self.sizes.room
         candidates = rooms.places[:filled], rooms.totals[:filled], sizes, self.sizes.room
-        _add_up(bucket, source, target, scale, state, counts, *of_entries, *of_blocks)
+        _add_up(bucket, source, target, scale, size, state, counts, *of_entries, *of_blocks)
         _find(counts, state, num_segments, _DIGITS[0])
-        _gather(target, state, counts, *candidates, *of_blocks)
-        _find(counts, state, num_segments, _DIGITS[1])
-        _count_last(target, state, counts, *candidates, *of_blocks)
-        _find(counts, state, num_segments, _DIGITS[2])
-        _tally(target, state, above, equal, *candidates, *of_blocks)
+        _gather(target, state, *candidates, *of_blocks)
+        left = 31 - _DIGITS[0]
+        for bits in _DIGITS[1:]:
+            left -= bits
+            _count(target, state, counts, *candidates, *of_few, left, bits)
+            _find(counts, state, num_segments, bits)
+        _tally(target, state, above, equal, *candidates, *of_few)
         _place(state, above, equal, *of_blocks)
-        _write(target, state, above, equal, *of_entries, *candidates, *of_blocks)
+        _write(target, size, state, above, equal, *of_entries, *candidates, *of_few)
         _unscale(target, scale, *of_blocks)
 
     def _rooms_for(self, target: torch.Tensor, table: Table) -> _Rooms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,13 +58,15 @@ class FlatPowerSGDReducer(PowerSGDReducer):
             )
             for pair, table, source, target in states
         ]
-        # Keys beside layout indices.
-        self.lane.mean_of(dense | {-1 - k: left for k, (left, _) in enumerate(projected)})
+        tables = [table for _, table, *_ in states]
+        self.lane.mean_of(dense | self._in_order(own, tables, [left for left, _ in projected]))
         multiplied = [
             products.back(target, left, used, table, rank)
             for (_, table, _, target), (left, used) in zip(states, projected, strict=True)
         ]
-        self.lane.mean_of({-1 - k: right for k, (_, right) in enumerate(multiplied)})
+        self.lane.mean_of(
+            self._in_order(own, tables, [right for _, right in multiplied], is_right=True)
+        )
         for (pair, table, _, target), (factors, right) in zip(states, multiplied, strict=True):
             last, kept = (slot.view(torch.float32) for slot in (pair.source, pair.target))
             products.update(buffer, target, scale, last, kept, factors, right, table, rank)
@@ -74,6 +76,31 @@ class FlatPowerSGDReducer(PowerSGDReducer):
                     stored.held[matrix.parameter] = both
                 self.residual.written(matrix.parameter)
                 self.residual.written(self._q_of[matrix.parameter], of=matrix.parameter)
+
+    def _in_order(
+        self,
+        gradients: Iterable[int],
+        tables: Sequence[Matrices],
+        values: Sequence[torch.Tensor],
+        *,
+        is_right: bool = False,
+    ) -> dict[int, torch.Tensor]:
+        """Return P, or Q, of all matrices in the bucket's order, whatever states they are in on this rank.
+
+        Args:
+            gradients: Layout indices in the bucket's order.
+            tables: Of each state.
+            values: Of each state's matrices, one after the other.
+            is_right: Whether these are Q.
+        """
+        if len(tables) == 1:
+            return {-1: values[0]}  # as one, beside layout indices
+        rank, parts = self.compressor.matrix_rank, dict[int, torch.Tensor]()
+        for table, own in zip(tables, values, strict=True):
+            sizes = [rank * (m.columns if is_right else m.rows) for m in table.matrices]
+            numbers = [matrix.parameter for matrix in table.matrices]
+            parts |= dict(zip(numbers, own.split(sizes), strict=True))
+        return {i: parts[i] for i in gradients}
 
     def _table(
         self, pair: WholePair, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor

@@ -53,6 +53,7 @@ class Selection(Protocol):
         source: torch.Tensor,
         target: torch.Tensor,
         scale: torch.Tensor,
+        size: torch.Tensor,
         table: Table,
         entries: Entries,
     ) -> None:
@@ -63,6 +64,7 @@ class Selection(Protocol):
             source: Flat residual; float32 or bfloat16.
             target: Flat residual that is written; may be ``source``.
             scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
+            size: float32 ``[]``: number of ranks; what is sent is divided by it.
             table: Where what is.
             entries: Filled.
         """
@@ -81,6 +83,7 @@ class TorchSelection:
         source: torch.Tensor,
         target: torch.Tensor,
         scale: torch.Tensor,
+        size: torch.Tensor,
         table: Table,
         entries: Entries,
     ) -> None:
@@ -89,9 +92,9 @@ class TorchSelection:
         starts, lengths, _, kept, outs, *_ = (
             table.values[2 * table.num_blocks :].view(7, -1).unbind()
         )
-        size = sum(segment.length for segment in segments)
+        elements = sum(segment.length for segment in segments)
         number = torch.repeat_interleave(
-            torch.arange(len(segments), device=device), lengths, output_size=size
+            torch.arange(len(segments), device=device), lengths, output_size=elements
         )
         gradients = [bucket[s.start : s.start + s.length] for s in segments]
         gradient = torch.cat(gradients)
@@ -105,7 +108,7 @@ class TorchSelection:
         )
         # In float32: a device would round the scale to the residual's dtype first.
         total = (owed.float() * scale).to(owed.dtype).add_(gradient)
-        is_used = (kept == lengths).index_add(0, number, gradient != 0)
+        is_used = torch.stack(torch._foreach_norm(gradients, torch.inf)) != 0
         torch._foreach_zero_(gradients)
         key = number << 31 | (0x7FFFFFFF - pattern(total))
         order = torch.sort(key, stable=True).indices
@@ -116,8 +119,9 @@ class TorchSelection:
         rank = torch.arange(table.num_entries, device=device) - outs[of_entry]
         chosen = order[begun[of_entry] + rank].sort().values
         values = total[chosen].to(bucket.dtype)
-        values = torch.where(is_used[of_entry], values, torch.zeros_like(values))
-        total.index_add_(0, chosen, values.to(total.dtype), alpha=-1)
+        is_sent = (is_used | (kept == lengths))[of_entry]
+        values = torch.where(is_sent, values, torch.zeros_like(values))
+        total.index_copy_(0, chosen, total[chosen] - values.to(total.dtype))
         total = (total.float() / scale).to(total.dtype).nan_to_num_(0.0, 0.0, 0.0)
         parts = zip(total.split([s.length for s in segments]), segments, strict=True)
         left = [(part, s) for part, s in parts if not s.is_whole]
@@ -128,7 +132,7 @@ class TorchSelection:
         own = chosen - begun[of_entry]
         entries.positions.copy_(own + starts[of_entry])
         entries.own.copy_(own)
-        entries.values.copy_(values)
+        entries.values.copy_(values.float() / size)
 
 
 def pattern(values: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,8 @@ class FlatTopKReducer(TopKReducer):
         super().__init__(compressor, layout, residual, group, peers)
         self._store = residual
         self._selection = selection_on(residual.device, {torch_dtype(d) for d in layout.dtypes})
+        #: Divides entries before the sum, as DDP itself averages. A tensor, because a device multiplies by the
+        #: reciprocal of a number of the host's.
         self._size = torch.full(
             (), float(self.world_size), dtype=torch.float32, device=residual.device
         )
@@ -85,8 +87,6 @@ class FlatTopKReducer(TopKReducer):
             of_all = None if self.group is None else seen
             done = completed(assigned(cleared, wire.positions, wire.values, of_all))
         else:
-            # Before the sum, as DDP itself averages. A device multiplies by the reciprocal of a number of the host's.
-            wire.values.div_(self._size)
             done = gather(
                 buffer,
                 wire,
@@ -164,7 +164,7 @@ class FlatTopKReducer(TopKReducer):
             table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
         source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
         scale = self._store.loss_scale.on(buffer.device)
-        self._selection(buffer, source, target, scale, table, entries)
+        self._selection(buffer, source, target, scale, self._size, table, entries)
 
     def _range_of(
         self, parameters: Sequence[int], lengths: dict[int, int], default: torch.dtype

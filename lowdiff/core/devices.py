@@ -27,7 +27,7 @@ def takes_whole_buckets(device: torch.device) -> bool:
 
     On a CPU there is nothing to launch, and what is read parameter by parameter stays in its cache.
     """
-    return not may_look(device)
+    return device.type == "cuda"
 
 
 def compiles_kernels(device: torch.device) -> bool:
@@ -78,7 +78,7 @@ def chosen(device: torch.device) -> AbstractContextManager[object]:
 
 def queue_of(device: torch.device) -> int:
     """Return a number of the stream that `stream_of` returns: what two of them queue has no order."""
-    return 0 if may_look(device) else int(stream_of(device).stream_id)
+    return int(stream_of(device).stream_id) if device.type == "cuda" else 0
 
 
 def stream_of(device: torch.device) -> torch.Stream:

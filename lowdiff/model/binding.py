@@ -323,13 +323,23 @@ def of_all_ranks(attached: Attached, ranks: Ranks) -> Attached:
     )
 
 
-def with_draws(attached: Attached, ranks: Ranks) -> Attached:
-    """Say which ranks of a sharded training draw alike; one that is not sharded stays as it is."""
-    alike = [ranks.rank]
-    if attached.is_sharded:
-        held = (*attached.parameters.values(), *attached.frozen_shards.parameters.values())
-        alike = drawing_alike(attached.module, held, ranks.rank)
-    told = [tuple(theirs) for theirs in ranks.gather(alike)]
+def alike_on(attached: Attached, rank: int) -> list[int]:
+    """Return the ranks that draw the same numbers as this one, itself among them."""
+    if not attached.is_sharded:
+        return [rank]
+    held = (*attached.parameters.values(), *attached.frozen_shards.parameters.values())
+    return drawing_alike(attached.module, held, rank)
+
+
+def with_draws(attached: Attached, ranks: Ranks, alike: Sequence[int]) -> Attached:
+    """Say how all ranks draw.
+
+    Args:
+        attached: The training.
+        ranks: All of them.
+        alike: See `alike_on`.
+    """
+    told = [tuple(theirs) for theirs in ranks.gather(list(alike))]
     if all(len(theirs) == 1 for theirs in told):
         return attached
     numbers = {theirs: number for number, theirs in enumerate(dict.fromkeys(told))}

@@ -21,12 +21,9 @@ _CONSTANTS = {
     "BLOCK": 8192,
     "CHUNK": 2048,
     "ROOM": 1024,
-    "WIDTH": 2048,
-    "SHIFT": 20,
-    "FIRST": 11,
-    "SECOND": 10,
-    "THIRD": 10,
-    "BITS": 11,
+    "WIDTH": 4096,
+    "SHIFT": 11,
+    "BITS": 12,
     "RANK": 4,
     "R": 4,
     "ROWS": 16,
@@ -37,7 +34,7 @@ _CONSTANTS = {
 _INTEGERS = ("state", "counts", "positions", "rooms", "sizes", "above", "equal")
 _LONG = ("own", "table", "tiles")
 #: Of PowerSGD's factors and their like.
-_WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale")
+_WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale", "size")
 _NUMBERS = ("NUM_BLOCKS", "NUM_SEGMENTS", "NUM", "NUM_TILES", "first", "count", "height", "width")
 
 

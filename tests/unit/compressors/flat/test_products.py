@@ -70,7 +70,7 @@ class Rank:
         self.reducer: Any = (
             FlatPowerSGDReducer(
                 *(self.compressor, self.layout, self.residual, None),
-                products=Products(Tiling(rows=8, columns=16, split=16, elements=128)),
+                products=Products(Tiling(rows=8, columns=16, length=32, split=16, elements=128)),
             )
             if self.flat
             else self.compressor.bind(self.layout, self.residual, None)
