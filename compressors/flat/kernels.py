@@ -1,11 +1,11 @@
 """Top-k with error feedback over a whole bucket, as Triton kernels: exact, and the same bits on every device.
 
 A *block* is a range of one parameter's elements; a program works on one block, or on one parameter. Digits of the
-magnitude's pattern (31 bits: 8, which are the exponent, 12 and 11) are counted per parameter, the digit of the k-th largest
-is found, and the next one is counted among those that share it. To count costs instructions for each possible digit, so
-the first has few. What may be selected is a few elements of a block: they are put into a *room* of fixed size when the
-first digit is known, and later kernels read that alone. A block with more candidates than
-its room holds is read whole again.
+magnitude's pattern (31 bits: 9, which are the exponent and one more, 11 and 11) are counted per parameter, the digit of
+the k-th largest is found, and the next one is counted among those that share it. To count costs instructions for each
+possible digit, so the first has few. What may be selected is a few elements of a block: they are put into a *room* of
+fixed size when the first digit is known, and later kernels read that alone. A block with more candidates than its room
+holds is read whole again.
 
 Integers are added by atomics, whose order does not matter. Places are never given by atomics: a block counts what it
 selects, these counts are summed up in order, and so entries come out in the order of their index.
@@ -165,7 +165,7 @@ def gather(
 ):  # fmt: skip
     """Put what may be selected into its block's room.
 
-    NaN and infinity are always among it, because their first digit is the highest: the residual must not keep them.
+    NaN and infinity are always among it, because the residual must not keep them.
     """
     block = tl.program_id(0)
     segment = tl.load(table + block)
@@ -175,13 +175,14 @@ def gather(
     there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
     is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
     digit = tl.load(state + NUM_SEGMENTS + segment)
+    lowest = tl.minimum(digit, 0x7F800000 >> SHIFT)
     room = block.to(tl.int64) * ROOM
     size = 0
     for begin in range(0, BLOCK, CHUNK):
         place = begin + tl.arange(0, CHUNK)
         inside = (first + place < length) & (is_whole == 0)
         total = tl.load(target + there + place, inside, other=0.0)
-        is_kept = inside & ((_pattern(total) >> SHIFT) >= digit)
+        is_kept = inside & ((_pattern(total) >> SHIFT) >= lowest)
         rank = size + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         fits = is_kept & (rank < ROOM)
         tl.store(rooms + room + rank, place, fits)

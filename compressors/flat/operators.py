@@ -17,7 +17,7 @@ from lowdiff.compressors.flat.table import Table
 from lowdiff.core import devices
 
 #: Bits of the three digits of a pattern; a parameter's counts have room for each.
-_DIGITS = 8, 12, 11
+_DIGITS = 9, 11, 11
 _WIDTH = 1 << max(_DIGITS)
 #: No product and sum become one operation that rounds once: the bits are those of PyTorch's operations in turn.
 _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
