@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from lowdiff.core import devices
-from lowdiff.core.layout import ResidualLayout, shaped, torch_dtype
+from lowdiff.core.layout import shaped, torch_dtype
 from lowdiff.protocols import LossScale, ResidualStore, WholePair
-from lowdiff.types import Layout, ResidualMark
+from lowdiff.types import Layout, ResidualLayout, ResidualMark
 
 NUM_SLOTS = 3
 

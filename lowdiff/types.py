@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from lowdiff.errors import ConfigError
 
+#: Bytes by which parameters are aligned in a slot of the residual (docs/format.md).
+_ALIGNMENT = 64
 #: Name of a torch dtype ("float32") -> bytes per element.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -104,6 +106,19 @@ class Layout:
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes that occur, sorted."""
         return tuple(sorted({p.dtype for p in self.parameters}))
+
+
+class ResidualLayout:
+    """Byte ranges of every parameter inside a slot of the residual, wherever that lies."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        offset = 0
+        for spec in layout.parameters:
+            size = spec.nbytes
+            self.ranges.append((offset, offset + size))
+            offset += size + (-size % _ALIGNMENT)
+        self.slot_bytes = max(offset, _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

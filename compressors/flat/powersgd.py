@@ -12,9 +12,9 @@ from lowdiff.compressors.flat.matrices import Matrices, Matrix, matrices_of
 from lowdiff.compressors.flat.matrix_operators import Products
 from lowdiff.compressors.powersgd import PowerSGD, PowerSGDReducer, matrix_of, starts_of
 from lowdiff.core import devices
-from lowdiff.core.layout import ResidualLayout, torch_dtype
+from lowdiff.core.layout import torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
-from lowdiff.types import Layout
+from lowdiff.types import Layout, ResidualLayout
 
 
 class FlatPowerSGDReducer(PowerSGDReducer):

@@ -14,9 +14,9 @@ from lowdiff.compressors.flat.selection import Entries
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.topk import TopK, TopKReducer
 from lowdiff.core import devices
-from lowdiff.core.layout import ResidualLayout, torch_dtype
+from lowdiff.core.layout import torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
-from lowdiff.types import Layout
+from lowdiff.types import Layout, ResidualLayout
 
 #: Tables that are kept, beside one per parameter; a warm-up of the density makes new ones at every step.
 _MORE_TABLES = 256

@@ -16,8 +16,6 @@ from lowdiff.errors import ConfigError, UnsupportedModel
 from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-#: Bytes by which parameters are aligned in a slot of the residual (docs/format.md).
-_ALIGNMENT = 64
 #: What `torch.compile` and activation checkpointing put into names.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 #: Integer dtype by item size; signed, because torch has full kernels for signed integers only.
@@ -175,19 +173,6 @@ def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
                 "Parameter itself, e.g. decoder.weight = encoder.weight, before the model is "
                 "wrapped and its optimizer built"
             )
-
-
-class ResidualLayout:
-    """Byte ranges of every parameter inside a slot of the residual, wherever that lies."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.ranges: list[tuple[int, int]] = []
-        offset = 0
-        for spec in layout.parameters:
-            size = spec.nbytes
-            self.ranges.append((offset, offset + size))
-            offset += size + (-size % _ALIGNMENT)
-        self.slot_bytes = max(offset, _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,12 @@ from crc32c import crc32c
 
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
 from lowdiff.core.events import Code
-from lowdiff.core.layout import ResidualLayout
 from lowdiff.core.memory import byte_view
 from lowdiff.errors import RankLost
 from lowdiff.peers.schedule import LinkMeter, schedule
 from lowdiff.peers.spans import Spans
 from lowdiff.persistence.staging.residual_slots import ResidualSlots
-from lowdiff.types import Layout, ResidualMark
+from lowdiff.types import Layout, ResidualLayout, ResidualMark
 
 #: Of two parts, one is sent while the other is received.
 _PARTS, _BUFFER_BYTES = 2, 32 << 20

@@ -22,10 +22,9 @@ import numpy as np
 from crc32c import crc32c
 
 from lowdiff.core.events import Code
-from lowdiff.core.layout import ResidualLayout
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.files.mapped_file import MappedFile, read_view
-from lowdiff.types import Layout, ResidualMark
+from lowdiff.types import Layout, ResidualLayout, ResidualMark
 
 _HEAD = struct.Struct("<QQ")
 _STAMP = struct.Struct("<QQ")

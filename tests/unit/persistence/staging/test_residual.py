@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.core.layout import ResidualLayout
 from lowdiff.persistence.staging.residual_slots import (
     ResidualSlots,
     checksum_slots,
     read_slot,
 )
-from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec, ResidualMark
+from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec, ResidualLayout, ResidualMark
 
 
 def layout_of(*parameters: tuple[str, int]) -> Layout:
