@@ -77,7 +77,9 @@ def test_an_error_costs_no_committed_step(
 
 SCRIPT = """
 import sys, pathlib
-from tests.unit.attach.test_ends import loop_of
+from tests.unit.attach.test_ends import limits, loop_of
+# Beside other work a replica process starts for longer than the ten seconds that an end takes at most.
+limits(abandon_seconds=45.0).__enter__()
 loop = loop_of(pathlib.Path(sys.argv[1]), sys.argv[2])
 loop.attach()
 for number in loop.checkpointer.steps(7 if sys.argv[3] == "return" else 100):
