@@ -45,7 +45,7 @@ def main() -> None:
 
     from lowdiff.compressors.flat import matrix_operators, operators
     from lowdiff.compressors.flat.matrices import Matrix, matrices_of
-    from lowdiff.compressors.flat.selection import Entries
+    from lowdiff.compressors.flat.selection import Entries, Operands
     from lowdiff.compressors.flat.table import Segment, table_of
 
     found: Counter[str] = Counter()
@@ -97,7 +97,8 @@ def main() -> None:
         patched.enter_context(counted("create_masked_store", 0, 2, 1))
         patched.enter_context(counted("create_atomic_rmw", 1, 3, 2))
         bucket, owed = torch.randn(2, _ELEMENTS).unbind()
-        selection(bucket, owed, torch.empty_like(owed), scale, scale, table, entries)
+        operands = Operands(bucket, owed, torch.empty_like(owed), scale, scale)
+        selection(operands, table, entries)
         bucket, owed = torch.randn(2, _ELEMENTS).unbind()
         left, used = products.project(bucket, owed, owed, scale, last, matrices, _RANK)
         factors, right = products.back(owed, left, used, matrices, _RANK)

@@ -24,7 +24,7 @@ class WholePair:
 
     Attributes:
         parameters: Layout indices.
-        source: uint8, all bytes of a slot; `lowdiff.core.layout.ResidualLayout` says which are a parameter's.
+        source: uint8, all bytes of a slot; `lowdiff.types.ResidualLayout` says which are a parameter's.
         target: Likewise; the same tensor in a second backward pass.
     """
 

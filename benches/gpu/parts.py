@@ -40,7 +40,7 @@ from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.compressors.flat import selection_on
-from lowdiff.compressors.flat.selection import Entries, Selection, TorchSelection
+from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
 from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core import devices
@@ -319,7 +319,8 @@ def of_kernels(bench: Bench) -> Figures:
     def by_bucket(selection: Selection) -> Callable[[], None]:
         table = table_of(segments, selection.block, bench.device)
         entries = Entries.empty(table.num_entries, gradient.dtype, bench.device)
-        return lambda: selection(gradient, residual, following, scale, scale, table, entries)
+        operands = Operands(gradient, residual, following, scale, scale)
+        return lambda: selection(operands, table, entries)
 
     def one_threshold() -> None:
         torch.add(gradient, residual, out=following)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.flat.selection import Entries, Selection, TorchSelection
+from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
 from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.core import devices
 from lowdiff.core.events import Code
@@ -62,7 +62,7 @@ def products_on(
         rank: Of the approximation.
         dtypes: Of buckets.
     """
-    if not (devices.takes_whole_buckets(device) and devices.compiles_kernels(device)):
+    if not devices.compiles_kernels(device):
         return None
     try:
         from lowdiff.compressors.flat.matrix_operators import Products
@@ -83,7 +83,7 @@ def agreed(
     products: Products | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> Products | None:
     """Return the products if all ranks have them: those of PyTorch have other bits, and ranks would part."""
-    if not devices.takes_whole_buckets(device) or group is None or group.size() == 1:
+    if not devices.compiles_kernels(device) or group is None or group.size() == 1:
         return products
     flag = torch.full((1,), int(products is not None), dtype=torch.int32, device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
@@ -97,23 +97,19 @@ def _multiply(products: Products, device: torch.device, rank: int, dtype: torch.
     rows, columns = 40, 70
     drawn = [torch.ones(rank, columns, device="cpu")]
     table = matrices_of([Matrix(0, 0, 0, rows, columns, 0)], rank, drawn, products.tiling, device)
-    drawn_gradient = torch.randn(
-        rows * columns, generator=torch.Generator().manual_seed(0), device="cpu"
-    )
-    bucket = drawn_gradient.to(device).to(dtype)
-    owed, last = (
-        torch.zeros_like(bucket).to(_owed(dtype)),
-        torch.zeros(rank * columns, device=device),
-    )
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    gradient = torch.randn(rows * columns, generator=generator, device="cpu")
+    bucket = gradient.to(device).to(dtype)
+    owed = torch.zeros_like(bucket).to(_owed(dtype))
+    last = torch.zeros(rank * columns, device=device)
     scale = torch.ones((), device=device)
     left, used = products.project(bucket, owed, owed, scale, last, table, rank)
     factors, right = products.back(owed, left, used, table, rank)
     products.update(bucket, owed, scale, last, last, factors, right, table, rank)
     again = torch.empty_like(bucket)
     products.expand(factors, rows, columns, rank, 0, again)
-    if not torch.equal(
-        bucket.view(torch.uint8), again.view(torch.uint8)
-    ):  # and wait: what fails, fails here
+    # The host waits for it: what fails, fails here.
+    if not torch.equal(bucket.view(torch.uint8), again.view(torch.uint8)):
         raise RuntimeError("two kernels make other bits of one product")
 
 
@@ -145,7 +141,7 @@ def _are_alike(
         scale, size = (torch.full((), value, device=device) for value in (3.0, 7.0))
         table = table_of(segments, selection.block, device)
         entries = Entries.empty(table.num_entries, bucket.dtype, device)
-        selection(bucket, owed, owed, scale, size, table, entries)
+        selection(Operands(bucket, owed, owed, scale, size), table, entries)
         found.append([bucket, owed, entries.positions, entries.own, entries.values])
     pairs = zip(*found, strict=True)
     return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)

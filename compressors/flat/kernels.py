@@ -24,37 +24,44 @@ import triton.language as tl
 #: anew, in a backward pass, where a bucket has other ones.
 kernel = partial(
     triton.jit,
-    do_not_specialize=(
-        *("NUM_BLOCKS", "NUM_SEGMENTS", "NUM", "NUM_TILES", "first", "count", "height", "width"),
-    ),
-    do_not_specialize_on_alignment=(
-        *(
-            "bucket",
-            "source",
-            "target",
-            "scale",
-            "size",
-            "state",
-            "counts",
-            "positions",
-            "own",
-            "values",
-        ),
-        *(
-            "table",
-            "rooms",
-            "totals",
-            "sizes",
-            "above",
-            "equal",
-            "last",
-            "drawn",
-            "start",
-            "left",
-            "right",
-        ),
-        *("used", "tiles", "factors", "parts", "out"),
-    ),
+    do_not_specialize=[
+        "NUM_BLOCKS",
+        "NUM_SEGMENTS",
+        "NUM",
+        "NUM_TILES",
+        "first",
+        "count",
+        "height",
+        "width",
+    ],
+    do_not_specialize_on_alignment=[
+        "bucket",
+        "source",
+        "target",
+        "scale",
+        "size",
+        "state",
+        "counts",
+        "positions",
+        "own",
+        "values",
+        "table",
+        "rooms",
+        "totals",
+        "sizes",
+        "above",
+        "equal",
+        "last",
+        "drawn",
+        "start",
+        "left",
+        "right",
+        "used",
+        "tiles",
+        "factors",
+        "parts",
+        "out",
+    ],
 )
 
 
@@ -100,6 +107,24 @@ def _finite(value):
     return tl.where(_pattern(value) >= 0x7F800000, tl.zeros_like(value), value)
 
 
+@triton.jit
+def _block(table, block, NUM_BLOCKS, NUM_SEGMENTS):
+    """What the table says of a block: its parameter and first element there, where that lies in bucket and residual.
+
+    Returns:
+        Parameter, first element, place in the bucket, the parameter's length, place in the residual, and whether all
+        of the parameter is sent.
+    """
+    segment = tl.load(table + block)
+    first = tl.load(table + NUM_BLOCKS + block)
+    segments = table + 2 * NUM_BLOCKS
+    start = tl.load(segments + segment) + first
+    length = tl.load(segments + NUM_SEGMENTS + segment)
+    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
+    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    return segment, first, start, length, there, is_whole
+
+
 @kernel
 def add_up(
     bucket, source, target, scale, size, state, counts, positions, own, values, table,
@@ -108,14 +133,8 @@ def add_up(
 ):  # fmt: skip
     """Write gradient plus residual, count first digits, and clear the bucket; give parameters that are sent whole."""
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    start = tl.load(segments + segment) + first
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
-    out = tl.load(segments + 4 * NUM_SEGMENTS + segment) + first
+    segment, first, start, length, there, is_whole = _block(table, block, NUM_BLOCKS, NUM_SEGMENTS)
+    out = tl.load(table + 2 * NUM_BLOCKS + 4 * NUM_SEGMENTS + segment) + first
     by = tl.load(scale)
     found = tl.zeros([1 << BITS], tl.int32)
     used = tl.zeros([CHUNK], tl.int32)
@@ -168,12 +187,7 @@ def gather(
     NaN and infinity are always among it, because the residual must not keep them.
     """
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    segment, first, _start, length, there, is_whole = _block(table, block, NUM_BLOCKS, NUM_SEGMENTS)
     digit = tl.load(state + NUM_SEGMENTS + segment)
     lowest = tl.minimum(digit, 0x7F800000 >> SHIFT)
     room = block.to(tl.int64) * ROOM
@@ -221,12 +235,7 @@ def count(
 ):  # fmt: skip
     """Count the next digit of what shares the ones that are found."""
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    segment, first, _start, length, there, is_whole = _block(table, block, NUM_BLOCKS, NUM_SEGMENTS)
     size = tl.load(sizes + block)
     count = _count_of(size, length, first, is_whole, BLOCK, ROOM)
     prefix = tl.load(state + NUM_SEGMENTS + segment)
@@ -249,12 +258,7 @@ def tally(
 ):  # fmt: skip
     """Count, per block, what is above the k-th largest, and what is equal to it."""
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    segment, first, _start, length, there, is_whole = _block(table, block, NUM_BLOCKS, NUM_SEGMENTS)
     size = tl.load(sizes + block)
     count = _count_of(size, length, first, is_whole, BLOCK, ROOM)
     threshold = tl.load(state + NUM_SEGMENTS + segment)
@@ -305,13 +309,7 @@ def write(
     parameter that no rank used.
     """
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    start = tl.load(segments + segment) + first
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    segment, first, start, length, there, is_whole = _block(table, block, NUM_BLOCKS, NUM_SEGMENTS)
     filled = tl.load(sizes + block)
     count = _count_of(filled, length, first, is_whole, BLOCK, ROOM)
     wanted = tl.load(state + segment)
@@ -359,12 +357,9 @@ def unscale(
     """Take the loss scale out of the residual again; nothing to do without one."""
     by = tl.load(scale)
     block = tl.program_id(0)
-    segment = tl.load(table + block)
-    first = tl.load(table + NUM_BLOCKS + block)
-    segments = table + 2 * NUM_BLOCKS
-    length = tl.load(segments + NUM_SEGMENTS + segment)
-    there = tl.load(segments + 2 * NUM_SEGMENTS + segment) + first
-    is_whole = tl.load(segments + 3 * NUM_SEGMENTS + segment) == length
+    _segment, first, _start, length, there, is_whole = _block(
+        table, block, NUM_BLOCKS, NUM_SEGMENTS
+    )
     left = tl.where(is_whole | (by == 1.0), 0, tl.minimum(length - first, BLOCK)).to(tl.int32)
     for begin in range(0, left, CHUNK):
         place = begin + tl.arange(0, CHUNK)

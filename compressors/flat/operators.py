@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowdiff.compressors.flat import kernels
-from lowdiff.compressors.flat.selection import Entries
+from lowdiff.compressors.flat.selection import Entries, Operands
 from lowdiff.compressors.flat.table import Table
 from lowdiff.core import devices
 
@@ -184,33 +184,17 @@ class TritonSelection:
         """See `Selection`."""
         return self.sizes.block
 
-    def __call__(
-        self,
-        bucket: torch.Tensor,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        scale: torch.Tensor,
-        size: torch.Tensor,
-        table: Table,
-        entries: Entries,
-    ) -> None:
+    def __call__(self, operands: Operands, table: Table, entries: Entries) -> None:
         """See `Selection`."""
         try:
-            self._select(bucket, source, target, scale, size, table, entries)
+            self._select(operands, table, entries)
         except BaseException:
             self._rooms.clear()  # counts that were not cleared again
             raise
 
-    def _select(
-        self,
-        bucket: torch.Tensor,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        scale: torch.Tensor,
-        size: torch.Tensor,
-        table: Table,
-        entries: Entries,
-    ) -> None:
+    def _select(self, operands: Operands, table: Table, entries: Entries) -> None:
+        bucket, source, target = operands.bucket, operands.source, operands.target
+        scale, size = operands.scale, operands.size
         of_entries = entries.positions, entries.own, entries.values
         num_segments, state = len(table.segments), table.state.clone()
         rooms = self._rooms_for(target, table)

@@ -39,6 +39,25 @@ class Entries:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """What a selection works on.
+
+    Attributes:
+        bucket: Flat gradients; float32, bfloat16 or float16. Its segments are zeros afterwards.
+        source: Flat residual; float32 or bfloat16.
+        target: Flat residual that is written; may be ``source``.
+        scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
+        size: float32 ``[]``: number of ranks; what is sent is divided by it.
+    """
+
+    bucket: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    scale: torch.Tensor
+    size: torch.Tensor
+
+
 class Selection(Protocol):
     """Selects entries of a bucket."""
 
@@ -47,24 +66,11 @@ class Selection(Protocol):
         """Elements of a block of its tables."""
         ...
 
-    def __call__(
-        self,
-        bucket: torch.Tensor,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        scale: torch.Tensor,
-        size: torch.Tensor,
-        table: Table,
-        entries: Entries,
-    ) -> None:
-        """Take the entries out of a bucket; its segments are zeros then.
+    def __call__(self, operands: Operands, table: Table, entries: Entries) -> None:
+        """Take the entries out of a bucket.
 
         Args:
-            bucket: Flat gradients; float32, bfloat16 or float16.
-            source: Flat residual; float32 or bfloat16.
-            target: Flat residual that is written; may be ``source``.
-            scale: float32 ``[]``: by what gradients are multiplied, and the residual is not.
-            size: float32 ``[]``: number of ranks; what is sent is divided by it.
+            operands: The bucket, and what belongs to it.
             table: Where what is.
             entries: Filled.
         """
@@ -77,17 +83,9 @@ class TorchSelection:
     #: Of its tables, blocks are not read.
     block = 1 << 30
 
-    def __call__(
-        self,
-        bucket: torch.Tensor,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        scale: torch.Tensor,
-        size: torch.Tensor,
-        table: Table,
-        entries: Entries,
-    ) -> None:
+    def __call__(self, operands: Operands, table: Table, entries: Entries) -> None:
         """See `Selection`."""
+        bucket, source, target = operands.bucket, operands.source, operands.target
         segments, device = table.segments, bucket.device
         starts, lengths, _, kept, outs, *_ = (
             table.values[2 * table.num_blocks :].view(7, -1).unbind()
@@ -107,7 +105,7 @@ class TorchSelection:
             ]
         )
         # In float32: a device would round the scale to the residual's dtype first.
-        total = (owed.float() * scale).to(owed.dtype).add_(gradient)
+        total = (owed.float() * operands.scale).to(owed.dtype).add_(gradient)
         is_used = torch.stack(torch._foreach_norm(gradients, torch.inf)) != 0
         torch._foreach_zero_(gradients)
         key = number << 31 | (0x7FFFFFFF - pattern(total))
@@ -122,7 +120,7 @@ class TorchSelection:
         is_sent = (is_used | (kept == lengths))[of_entry]
         values = torch.where(is_sent, values, torch.zeros_like(values))
         total.index_copy_(0, chosen, total[chosen] - values.to(total.dtype))
-        total = (total.float() / scale).to(total.dtype).nan_to_num_(0.0, 0.0, 0.0)
+        total = (total.float() / operands.scale).to(total.dtype).nan_to_num_(0.0, 0.0, 0.0)
         parts = zip(total.split([s.length for s in segments]), segments, strict=True)
         left = [(part, s) for part, s in parts if not s.is_whole]
         if left:
@@ -132,7 +130,7 @@ class TorchSelection:
         own = chosen - begun[of_entry]
         entries.positions.copy_(own + starts[of_entry])
         entries.own.copy_(own)
-        entries.values.copy_(values.float() / size)
+        entries.values.copy_(values.float() / operands.size)
 
 
 def pattern(values: torch.Tensor) -> torch.Tensor:

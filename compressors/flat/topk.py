@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import Wire, assigned, gather
 from lowdiff.compressors.flat import DTYPES, selection_on
-from lowdiff.compressors.flat.selection import Entries
+from lowdiff.compressors.flat.selection import Entries, Operands
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.topk import TopK, TopKReducer
 from lowdiff.core import devices
@@ -164,7 +164,8 @@ class FlatTopKReducer(TopKReducer):
             table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
         source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
         scale = self._store.loss_scale.on(buffer.device)
-        self._selection(buffer, source, target, scale, self._size, table, entries)
+        operands = Operands(buffer, source, target, scale, self._size)
+        self._selection(operands, table, entries)
 
     def _range_of(
         self, parameters: Sequence[int], lengths: dict[int, int], default: torch.dtype

@@ -121,14 +121,11 @@ def drawing_alike(
     place = None if mesh is None else mesh.get_coordinate()
     if mesh is None or place is None:
         return [rank]
-    ranks = mesh.mesh
+    alike: list[int | slice] = []
     for dimension, own in enumerate(place):
-        # Each step removes a dimension, or leaves it with all its ranks.
-        along = ranks.movedim(dimension, 0)
         line = mesh.mesh[tuple(slice(None) if d == dimension else p for d, p in enumerate(place))]
-        if {*line.tolist()} <= averaged and line.numel() > 1:
-            ranks = along[own : own + 1].movedim(0, dimension)
-    return sorted(ranks.flatten().tolist())
+        alike.append(own if {*line.tolist()} <= averaged else slice(None))
+    return sorted(mesh.mesh[tuple(alike)].flatten().tolist())
 
 
 def part_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
