@@ -5,8 +5,8 @@
 The real code trains GPT-2 small (124.4 million elements in 148 tensors, DDP's buckets of 25 MB) on a device that only
 counts (`counted_device`): attach, steps, a snapshot. What cannot run without a driver is stood in for:
 gradients lie in place, DDP is a shell with its buckets, autocast and scaler are what they leave behind (gradients in
-float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; top-k also with
-clipping, a gradient scaler, fused AdamW and two backward passes, and its hook among eight ranks.
+float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; PowerSGD also with clipping;
+top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two backward passes, and its hook among eight ranks.
 
 ``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which one takes
 a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
@@ -77,9 +77,12 @@ ARMS = {
     "powersgd_": Arm({"compressor": PowerSGD(4)}),
     "gradients_": Arm({}),
     "survivors_": Arm({"strategy": "survivors"}),
+    "powersgd_clipped_": Arm({"compressor": PowerSGD(4)}, clips=True),
     "clipped_": Arm(_TOP_K, clips=True),
     "scaled_": Arm(_TOP_K, scales=True),
     "fused_": Arm(_TOP_K, fused=True),
+    "fused_scaled_": Arm(_TOP_K, scales=True, fused=True),
+    "rounded_": Arm({"compressor": TopK(0.01, value_dtype=torch.bfloat16)}, clips=True),
     "accumulated_": Arm(_TOP_K, passes=2),
 }
 
@@ -252,10 +255,10 @@ def train_step(
     for _ in range(arm.passes):
         ddp.reduce(checkpointer.hook_state, counted)
     with counted.part("user"):
-        if scaler is not None:
+        if scaler is not None and not arm.fused:
             scaler.unscale_(optimizer)
         if arm.clips:
-            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            checkpointer.clip_grad_norm_(ddp.parameters(), 1.0)
         if scaler is None:
             optimizer.step()
         else:

@@ -69,6 +69,8 @@ _KERNELS = {
     **dict.fromkeys([_aten.nonzero.default, _aten.masked_select.default], 3),
 }
 _ONE_BLOCK_ELEMENTS = 4096
+#: Lowdiff's kernel that runs behind the hook, once a bucket.
+_COMPARES = "powersgd_compare"
 
 
 @dataclass
@@ -105,7 +107,10 @@ class CountedDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._kernel_bytes = Counter[str]()
         for name, per_element in (kernel_bytes or {}).items():
-            self._kernel_bytes[name.partition("_")[0]] += per_element  # type: ignore[assignment]
+            key = name if name == _COMPARES else name.partition("_")[0]
+            self._kernel_bytes[key] += per_element  # type: ignore[assignment]
+        #: Of a bucket, by the table of its matrices.
+        self._elements: dict[int, int] = {}
         self.parts: dict[str, Tally] = {}
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,6 +164,16 @@ class CountedDevice(TorchDispatchMode):
             if not devices.may_look(device):
                 self._wait()
 
+        fetched = devices.fetched
+
+        def from_zero(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [
+                torch.arange(values.numel(), dtype=values.dtype)
+                if values.dtype == torch.int64
+                else values
+                for values in fetched(tensors)
+            ]
+
         state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait, stream_id=0)
         return {
             "is_capturing": lambda _: False,
@@ -166,6 +181,7 @@ class CountedDevice(TorchDispatchMode):
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
             "settle": settle,
+            "fetched": from_zero,
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }
@@ -256,6 +272,17 @@ class CountedDevice(TorchDispatchMode):
         if func.namespace == "lowdiff":
             tally.launches += 1
             name = func._schema.name.partition("::")[2]
+            named = dict(zip([a.name for a in func._schema.arguments], args, strict=True))
+            if name == "powersgd_project":
+                self._elements[id(named["table"])] = named["bucket"].numel()
+            if name == _COMPARES:
+                tally.num_bytes += round(
+                    self._kernel_bytes[name] * self._elements[id(named["table"])]
+                )
+            if name == "consumed_search":
+                tally.num_bytes += named["table"].shape[1] * named["block"] * named["width"]
+            elif name.startswith("consumed_"):
+                tally.num_bytes += named["positions"].numel() * (4 + 2 * named["width"])
             if name in ("topk_add_up", "powersgd_project"):  # once a bucket, for all of its kernels
                 tally.num_bytes += round(
                     self._kernel_bytes[name.partition("_")[0]] * args[0].numel()
@@ -324,7 +351,9 @@ def _names_it(value: Any) -> bool:
 def _address(tensor: torch.Tensor) -> int:
     """Return where a tensor would begin: storages do not overlap."""
     storage = tensor.untyped_storage()
-    address: int = ((storage._cdata >> 4) << 36) + tensor.storage_offset() * tensor.element_size()
+    # Within 63 bits, as an address is.
+    place = (storage._cdata >> 4) % (1 << 26)
+    address: int = (place << 36) + tensor.storage_offset() * tensor.element_size()
     return address
 
 

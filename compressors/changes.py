@@ -13,10 +13,12 @@ range (`lane.share`) under the sections ``whole/parameters`` and ``whole/DTYPE``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.core.memory import array_of
@@ -24,6 +26,8 @@ from lowdiff.types import Layout
 
 #: Factors in the order in which they were applied; empty if the gradient is unchanged.
 Factors = tuple[float, ...]
+#: Factors that are known beforehand; some as tensors ``[]`` on an accelerator, which the host has not read.
+Known: TypeAlias = "tuple[float | torch.Tensor, ...]"
 
 #: Entries that the search examines; afterwards all entries are checked.
 _SAMPLES = 1 << 12
@@ -71,6 +75,15 @@ def find_factors(
     return None
 
 
+def read(known: Known) -> Factors:
+    """Return factors as numbers; waits, once, for those that are on an accelerator."""
+    there = [factor.reshape(1) for factor in known if isinstance(factor, torch.Tensor)]
+    arrived = iter(devices.fetched(there))
+    return tuple(
+        float(next(arrived)) if isinstance(factor, torch.Tensor) else factor for factor in known
+    )
+
+
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two flat tensors of one dtype have the same bits: 0.0 is not -0.0."""
     integer = INT_OF_BYTES[left.element_size()]
@@ -109,6 +122,34 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     for _ in range(_MAX_TRIES // 2):
         below, above = np.nextafter(below, kind(-np.inf)), np.nextafter(above, kind(np.inf))
         yield from (float(f) for f in (below, above) if low <= f <= high)
+
+
+def likeliest_factor(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest of the numbers whose product with ``before`` rounds to ``after``, without waiting.
+
+    Args:
+        before: Flat sample of entries.
+        after: Likewise, of the same dtype.
+
+    Returns:
+        float32 ``[]``; 1.0 where there is no such number, or nothing tells.
+    """
+    x, y = before.double(), after.double()
+    mantissa, exponent = torch.frexp(y)
+    significant = _NUM_SIGNIFICANT_BITS[after.dtype]
+    least = torch.finfo(after.dtype).smallest_normal * 2.0**-significant
+    half_ulp = torch.ldexp(torch.ones_like(y), exponent - significant - 1).clamp_(min=least)
+    half_ulp = torch.where(y == 0, least, half_ulp)
+    # As in `_candidates`: below a power of two, numbers lie twice as close.
+    is_edge = (mantissa.abs() == 0.5) & (half_ulp > least)
+    away = torch.where(y < 0, -1.0, 1.0)
+    inner = y - away * torch.where(is_edge, half_ulp / 2, half_ulp)
+    ends = torch.stack([inner / x, (y + away * half_ulp) / x])
+    is_told = (x != 0) & y.isfinite()
+    low = torch.where(is_told, ends.amin(0), -torch.inf).amax()
+    high = torch.where(is_told, ends.amax(0), torch.inf).amin()
+    middle = (low + high) / 2
+    return torch.where(middle.isfinite() & (low <= high), middle, 1.0).float()
 
 
 def has_foreign_entries(gradient: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> bool:

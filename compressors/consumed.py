@@ -116,6 +116,19 @@ class Consumed:
                 return
         self._whole[parameter] = mine.detach().clone()
 
+    def put(self, parameter: int, factors: Factors) -> None:
+        """Store that a representation was consumed, multiplied by some factors; the caller has compared."""
+        self._represented.add(parameter)
+        self._factors[parameter] = factors
+
+    def put_whole(
+        self, parameter: int, values: torch.Tensor, *, has_representation: bool = False
+    ) -> None:
+        """Store what was consumed in this rank's range, flat; see `parameters` for a representation beside it."""
+        self._whole[parameter] = values
+        if has_representation:
+            self._represented.add(parameter)
+
     def _factors_of(
         self,
         parameter: int,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.changes import Known
 from lowdiff.compressors.collectives import chained, completed, reproducible_mean
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.settings import Settings
@@ -141,6 +142,11 @@ class DenseReducer:
         for stored in self._stored:
             stored.gradients.clear()
 
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return False
+
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
@@ -150,9 +156,7 @@ class DenseReducer:
         """See ``Reducer.reduce``."""
         return mean(buffer, self._group, reproducible=self._reproducible)
 
-    def consume(
-        self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
-    ) -> None:
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """Take the ranks' shares, already unscaled and clipped; see ``Reducer.consume``.
 
         Nothing is copied: use ``payload`` before the caller of the optimizer may change the

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lowdiff.compressors.changes import Factors, find_factors, has_foreign_entries
+from lowdiff.compressors.changes import Factors, Known, find_factors, has_foreign_entries, read
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, pieces
 from lowdiff.core import devices
@@ -81,7 +81,7 @@ class StoredEntries:
         """Keep the narrow values of an average that was rounded as a whole."""
         self._narrow[parameter] = rounded[self._positions(parameter, rounded.numel())].clone()
 
-    def consume(self, gradients: Sequence[torch.Tensor | None], factors: Factors) -> set[int]:
+    def consume(self, gradients: Sequence[torch.Tensor | None], factors: Known) -> set[int]:
         """Take what an optimizer consumes; return the parameters of which everything is stored."""
         fresh = {i: self._own(i, g) for i, g in enumerate(gradients) if g is not None}
         strange: set[int] = set()
@@ -95,9 +95,25 @@ class StoredEntries:
         for i, (own, values) in fresh.items():
             narrow = self._narrow.get(i)
             if narrow is not None and narrow.numel() == values.numel():
-                self._keep_narrow(i, (own, narrow), values, factors)
+                self._keep_narrow(i, (own, narrow), values, read(factors))
         self._consumed |= fresh
         return strange
+
+    def put(
+        self, parameter: int, entries: Entries, narrow: torch.Tensor | None, factors: Factors
+    ) -> None:
+        """Store entries that an optimizer consumed and somebody else has read.
+
+        Args:
+            parameter: Layout index.
+            entries: On the CPU.
+            narrow: What the values were rounded to before factors multiplied them.
+            factors: See ``Reducer.consume``.
+        """
+        values = entries[1]
+        if narrow is not None and narrow.numel() == values.numel():
+            self._keep_narrow(parameter, (entries[0], narrow), values, factors)
+        self._consumed[parameter] = entries
 
     def keep_foreign(self, gradients: Mapping[int, torch.Tensor], exchanged: Exchanged) -> None:
         """Store the rank's range of every gradient that has entries no rank exchanged.

@@ -152,6 +152,10 @@ class RotatingResidual:
             i for i, of in self._written.items() if parameters is None or of in parameters
         }
 
+    def unsettle(self, parameters: Collection[int]) -> None:
+        """Undo `settle` of parameters whose optimizer, as it turned out, consumed nothing."""
+        self._settled -= {i for i, of in self._written.items() if of in parameters}
+
     def advance(self) -> None:
         """Commit the step: make settled entries current and undo all others."""
         if self._settled:

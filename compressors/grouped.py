@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from lowdiff.compressors.changes import Known
 from lowdiff.compressors.dense import Dense
 from lowdiff.core.layout import Part, replica_groups
 from lowdiff.protocols import Compressor, Decoder, Reducer
@@ -44,15 +45,18 @@ class GroupedReducer:
         """See ``Reducer.reduce``; between the gradients, the buffer may have elements of nobody."""
         return self._reducer.reduce([self._place_of[i] for i in parameters], gradients, buffer)
 
-    def consume(
-        self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
-    ) -> None:
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """See ``Reducer.consume``."""
         self._reducer.consume([gradients[i] for i in self._indices], factors=factors)
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``; a peer is a rank of the run."""
         return self._reducer.payload(None if of is None else self._peers[of])
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return self._reducer.has_missed
 
     def close(self) -> None:
         """See ``Reducer.close``."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.consumed import corrected
 from lowdiff.compressors.feedback import is_used, residuals_of
-from lowdiff.compressors.flat import agreed, products_on
+from lowdiff.compressors.flat import DTYPES, agreed, products_on
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
@@ -104,8 +104,8 @@ class PowerSGD(Settings):
     ) -> PowerSGDReducer:
         """Make the reducer of one run."""
         products = None
-        if self.matrix_rank <= _MOST_RANK_OF_KERNELS:
-            dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
+        dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
+        if self.matrix_rank <= _MOST_RANK_OF_KERNELS and dtypes <= DTYPES:
             products = agreed(
                 products_on(residual.device, self.matrix_rank, dtypes), residual.device, group
             )

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.changes import ChangeWarning, Factors
+from lowdiff.compressors.changes import ChangeWarning, Known, read
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback
@@ -69,7 +69,8 @@ class RepresentedReducer(ABC, Generic[Held]):
         self.residual = residual
         self.feedback = ErrorFeedback(residual)
         self.lane = Lane(group)
-        make = partial(Represented[Held], layout, ChangeWarning(layout))
+        self.warning = ChangeWarning(layout)
+        make = partial(Represented[Held], layout, self.warning)
         self.stored = OfRanks(group, peers, make)
         self._headers = Headers()
         self._stamp = 0
@@ -131,8 +132,9 @@ class RepresentedReducer(ABC, Generic[Held]):
 
         return self.lane.submit(work, buffer.device)
 
-    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """See ``Reducer.consume``."""
+        numbers = read(factors)
         for stored in self.stored:
             for i, gradient in enumerate(gradients):
                 if gradient is None:
@@ -142,7 +144,12 @@ class RepresentedReducer(ABC, Generic[Held]):
                     share = stored.consumed.share(i)
                     rebuild = partial(self.rebuilt, i, stored.held[i], share)
                     stored.kept[i] = stored.held[i]
-                stored.consumed.take(i, rebuild, gradient, factors)
+                stored.consumed.take(i, rebuild, gradient, numbers)
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return False
 
     def close(self) -> None:
         """See ``Reducer.close``."""

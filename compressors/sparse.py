@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.changes import ChangeWarning, Factors, multiply
+from lowdiff.compressors.changes import ChangeWarning, Known, multiply
 from lowdiff.compressors.entries import StoredEntries
 from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
@@ -88,6 +88,11 @@ class SparseReducer:
         """Return how many entries of a parameter are exchanged in this step."""
         return self.compressor.kept(numel, self.step)
 
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return False
+
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
@@ -117,7 +122,7 @@ class SparseReducer:
                 found.append(own[begin:end] - first)
         return found
 
-    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """Take what the optimizer consumes; see ``Reducer.consume``.
 
         A tensor that was exchanged whole is divided over the ranks.

@@ -18,6 +18,7 @@ from lowdiff.compressors.binned import (
 )
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
+from lowdiff.compressors.flat import DTYPES
 from lowdiff.compressors.settings import (
     SparseSettings,
     checked_size,
@@ -26,6 +27,7 @@ from lowdiff.compressors.settings import (
 )
 from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
 from lowdiff.core import devices
+from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Decoder, Reducer, ResidualStore
 from lowdiff.types import Layout, Payload, Section
@@ -106,7 +108,8 @@ class TopK(SparseSettings):
         """Make the reducer of one run."""
         if self.value_bits is not None:
             return BinnedTopKReducer(self, layout, residual, group, peers)
-        if devices.takes_whole_buckets(residual.device):
+        dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
+        if devices.takes_whole_buckets(residual.device) and dtypes <= DTYPES:
             from lowdiff.compressors.flat.topk import FlatTopKReducer  # it imports this module
 
             return FlatTopKReducer(self, layout, residual, group, peers)

@@ -112,7 +112,10 @@ class Reducer(Protocol):
         ...
 
     def consume(
-        self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        factors: tuple[float | torch.Tensor, ...] = (),
     ) -> None:
         """Read this rank's share of what an optimizer is about to consume.
 
@@ -123,7 +126,8 @@ class Reducer(Protocol):
             gradients: Flat gradient of every parameter of the layout; None where it is absent or
                 belongs to another optimizer, which has a call of its own.
             factors: What gradients are known to have been multiplied by since their exchange, in
-                order; a hint for compressors that store something else than the values.
+                order; a hint for compressors that store something else than the values. Numbers that are on
+                an accelerator are tensors ``[]``.
         """
         ...
 
@@ -138,6 +142,14 @@ class Reducer(Protocol):
 
         Raises:
             UsageError: If ``of`` is no peer that ``bind`` was told of.
+        """
+        ...
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether an optimizer consumed what the step's payload lacks; known once that was returned.
+
+        What was changed on an accelerator is noticed when the payload is copied from it, and then may be gone.
         """
         ...
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
+from lowdiff.compressors.flat.sent import Places, Reading, Sent, TorchReading
 from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.core import devices
 from lowdiff.core.events import Code
@@ -48,6 +49,28 @@ def selection_on(device: torch.device, dtypes: Collection[torch.dtype]) -> Selec
         "slower. Triton comes with PyTorch's CUDA builds"
     )
     return plain
+
+
+def reading_on(device: torch.device, selection: Selection) -> Reading:
+    """Return what reads consumed gradients: Triton's kernels where these select.
+
+    They are tried as well, on a bucket of two parameters.
+    """
+    if isinstance(selection, TorchSelection):
+        return TorchReading()
+    try:
+        from lowdiff.compressors.flat.reading import TritonReading
+
+        found = TritonReading()
+        if _reads_alike(found, TorchReading(), device):
+            return found
+        why = "Triton's kernels do not read what PyTorch's operations read"
+    except Exception as error:  # noqa: BLE001  a compiler raises what it likes
+        why = f"Triton's kernels are not to be had ({type(error).__name__}: {error})"
+    Code.KERNELS_MISSING.warn(
+        f"{why}, so top-k on {device} reads gradients parameter by parameter, which takes longer"
+    )
+    return TorchReading()
 
 
 def products_on(
@@ -145,3 +168,25 @@ def _are_alike(
         found.append([bucket, owed, entries.positions, entries.own, entries.values])
     pairs = zip(*found, strict=True)
     return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)
+
+
+def _reads_alike(kernels: Reading, plain: Reading, device: torch.device) -> bool:
+    """Whether two readings find the same in a small bucket, and leave it as it was."""
+    length = 30_000
+    places = Places.of({0: 0, 1: length}, {0: length, 1: length}, {0: 5000, 1: 8}, device)
+    own = torch.arange(0, length, 6, device="cpu")
+    positions = torch.cat([own, torch.arange(length, length + 8, device="cpu")])
+    bucket = torch.zeros(2 * length, device="cpu").index_copy_(0, positions, positions + 0.5)
+    bucket[-1] = torch.nan
+    seen = list(positions.int().to(device).repeat(2).chunk(2))
+    found = []
+    for reading in (kernels, plain):
+        parts = dict(enumerate(bucket.to(device).split(length)))
+        sent = [Sent(places, seen)]
+        reading.read(parts, sent)
+        strange = reading.strange(parts, sent, [(0, slice(5, length)), (1, slice(0, length))])
+        assert sent[0].values is not None
+        found.append(
+            [sent[0].values, strange, *(part.view(torch.int32) for part in parts.values())]
+        )
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))

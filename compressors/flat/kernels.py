@@ -29,6 +29,9 @@ kernel = partial(
         "NUM_SEGMENTS",
         "NUM",
         "NUM_TILES",
+        "COUNT",
+        "STRIDE",
+        "SPAN",
         "first",
         "count",
         "height",
@@ -61,6 +64,11 @@ kernel = partial(
         "factors",
         "parts",
         "out",
+        "addresses",
+        "patterns",
+        "strange",
+        "by",
+        "differs",
     ],
 )
 

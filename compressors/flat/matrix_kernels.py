@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowdiff.compressors.flat.kernels import _finite, _rounded, _wide, kernel
+from lowdiff.compressors.flat.kernels import _finite, _pattern, _rounded, _wide, kernel
 
 
 @triton.jit
@@ -263,6 +263,47 @@ def update(
         owed = _rounded(_wide(total) - _wide(gradient), total.dtype)
         divided = tl.div_rn(_wide(owed), tl.broadcast_to(by, [ROWS, COLUMNS]))
         tl.store(there + place, _finite(_rounded(divided, total.dtype)), inside)
+
+
+@kernel
+def compare(
+    addresses, factors, by, COUNT, differs, table, NUM, tiles, NUM_TILES,
+    KIND: tl.constexpr, PATTERN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tell which gradients are not P Q^T with the bits of `update`, multiplied by some numbers in turn."""
+    tile = tl.program_id(0)
+    matrix = tl.load(tiles + tile)
+    row = tl.load(tiles + NUM_TILES + tile) + tl.arange(0, ROWS)
+    height = _of(table, 2, matrix, NUM)
+    width = _of(table, 3, matrix, NUM)
+    address = _of(addresses, 0, matrix, NUM)
+    first = _of(addresses, 1, matrix, NUM)
+    end = _of(addresses, 2, matrix, NUM)
+    left = factors + _of(table, 6, matrix, NUM)
+    right = left + RANK * height
+    found = tl.zeros([ROWS], tl.int32)
+    for begin in range(0, width, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        place = row[:, None] * width + column[None, :]
+        inside = (row < height)[:, None] & (column < width)[None, :] & (address != 0)
+        inside &= (place >= first) & (place < end)
+        p = tl.load(left + row, row < height, other=0.0)
+        q = tl.load(right + column, column < width, other=0.0)
+        made = p[:, None] * q[None, :]
+        for k in tl.static_range(1, RANK):
+            p = tl.load(left + k * height + row, row < height, other=0.0)
+            q = tl.load(right + k * width + column, column < width, other=0.0)
+            p = tl.broadcast_to(p[:, None], [ROWS, COLUMNS])
+            made = tl.fma(p, tl.broadcast_to(q[None, :], [ROWS, COLUMNS]), made)
+        gradient = _rounded(made, KIND)
+        for number in range(COUNT):
+            gradient = _rounded(_wide(gradient) * tl.load(by + number), KIND)
+        consumed = tl.load(address.to(tl.pointer_type(PATTERN)) + place, inside, other=0)
+        is_odd = inside & (gradient.to(PATTERN, bitcast=True) != consumed)
+        # The bits of a NaN may depend on its place in a block.
+        is_odd |= inside & (_pattern(_wide(gradient)) >= 0x7F800000)
+        found |= tl.max(is_odd.to(tl.int32), 1)
+    tl.atomic_or(differs + matrix, tl.max(found, 0))
 
 
 @kernel

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from lowdiff.compressors.flat import matrix_kernels as kernels
 from lowdiff.compressors.flat.matrices import Matrices, Tiling
@@ -14,6 +15,8 @@ from lowdiff.compressors.flat.operators import operator
 
 #: As of the selection's; products and sums that are to be one operation say so.
 _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_PATTERNS = {2: tl.int16, 4: tl.int32}
 
 
 def _padded(rank: int) -> int:
@@ -57,6 +60,23 @@ def _launch_expand(
     )
 
 
+def _launch_compare(
+    addresses: Any,
+    factors: Any,
+    by: Any,
+    differs: Any,
+    table: Any,
+    tiles: Any,
+    kind: Any,
+    *numbers: int,
+) -> None:
+    rank, rows, columns = numbers
+    kernels.compare[(tiles.shape[1],)](
+        addresses, factors, by, by.numel(), differs, table, table.shape[1], tiles, tiles.shape[1],
+        KIND=_KINDS[kind], PATTERN=_PATTERNS[kind.itemsize], RANK=rank, ROWS=rows, COLUMNS=columns, **_LAUNCH,
+    )  # fmt: skip
+
+
 _normalise = operator(
     "powersgd_normalise(Tensor last, Tensor drawn, Tensor(a!) start, Tensor table, int rank, int columns)",
     _per_matrix(kernels.normalise),
@@ -92,6 +112,11 @@ _update = operator(
     "powersgd_update(Tensor(a!) bucket, Tensor(b!) target, Tensor scale, Tensor factors, Tensor table, Tensor tiles, "
     "int rank, int rows, int columns)",
     _per_tile(kernels.update, "ROWS", "COLUMNS"),
+)
+_compare = operator(
+    "powersgd_compare(Tensor addresses, Tensor factors, Tensor by, Tensor(a!) differs, Tensor table, Tensor tiles, "
+    "ScalarType kind, int rank, int rows, int columns)",
+    _launch_compare,
 )
 _expand = operator(
     "powersgd_expand(Tensor factors, Tensor(a!) out, int first, int height, int width, int rank, int elements)",
@@ -202,6 +227,35 @@ class Products:
         _update(
             bucket, target, scale, factors, table.values, table.by_rows, rank, self.tiling.rows, self.tiling.columns
         )  # fmt: skip
+
+    def compare(
+        self,
+        addresses: torch.Tensor,
+        factors: torch.Tensor,
+        by: torch.Tensor,
+        kind: torch.dtype,
+        table: Matrices,
+        rank: int,
+    ) -> torch.Tensor:
+        """Return which gradients are not P Q^T, as `update` wrote it, multiplied by some numbers in turn.
+
+        Args:
+            addresses: int64 ``[3, matrices]``: where the gradient lies, 0 where it is not asked for; and the range of
+                its elements that is.
+            factors: P and Q of one matrix after the other.
+            by: float32 ``[n]``: the numbers.
+            kind: Dtype of the gradients.
+            table: Where what is.
+            rank: Of the approximation.
+
+        Returns:
+            bool ``[matrices]``: whether one differs, or is not finite.
+        """
+        differs = torch.zeros(len(table.matrices), dtype=torch.int32, device=factors.device)
+        _compare(
+            addresses, factors, by, differs, table.values, table.by_rows, kind, rank, self.tiling.rows, self.tiling.columns
+        )  # fmt: skip
+        return differs != 0
 
     def expand(
         self,

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.flat import DTYPES
+from lowdiff.compressors.changes import Known
+from lowdiff.compressors.flat.compared import Compared
 from lowdiff.compressors.flat.matrices import Matrices, Matrix, matrices_of
 from lowdiff.compressors.flat.matrix_operators import Products
 from lowdiff.compressors.powersgd import PowerSGD, PowerSGDReducer, matrix_of, starts_of
 from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
-from lowdiff.types import Layout, ResidualLayout
+from lowdiff.types import Layout, Payload, ResidualLayout
 
 
 class FlatPowerSGDReducer(PowerSGDReducer):
@@ -38,11 +39,37 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         self._products = products
         self._tables: dict[tuple[object, ...], Matrices] = {}
         self._begun = [start for start, _ in ResidualLayout(residual.layout).ranges]
+        #: Factors of this step, in the order of buckets and backward passes.
+        self._made: list[tuple[Matrices, torch.Tensor]] = []
+        self._taken = Compared(products, compressor.matrix_rank, self.stored)
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return self._taken.has_missed
+
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
+        super().begin(stamp)
+        self._made.clear()
+        self._taken.begin()
+
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
+        """See ``Reducer.consume``; nothing is compared on the host."""
+        there = {i: g for i, g in enumerate(gradients) if g is not None}
+        for stored in self.stored:
+            stored.kept |= {i: stored.held[i] for i in there if i in stored.held}
+        self._taken.consume(there, self._made, factors)
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Reducer.payload``."""
+        self.warning.say(self._taken.arrive())
+        return super().payload(of)
 
     def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
         own = {i: g for i, g in gradients.items() if i in self._q_of}
-        if buffer.dtype not in DTYPES or not own:
+        if not own:
             super().average(gradients, buffer)
             return
         dense = {i: g for i, g in gradients.items() if i not in own}
@@ -70,6 +97,7 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         for (pair, table, _, target), (factors, right) in zip(states, multiplied, strict=True):
             last, kept = (slot.view(torch.float32) for slot in (pair.source, pair.target))
             products.update(buffer, target, scale, last, kept, factors, right, table, rank)
+            self._made.append((table, factors))
             parts = factors.split(table.counts)
             for matrix, both in zip(table.matrices, parts, strict=True):
                 for stored in self.stored:

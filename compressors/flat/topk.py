@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.changes import ChangeWarning, Known
 from lowdiff.compressors.collectives import chained, completed
-from lowdiff.compressors.exchange import Wire, assigned, gather
-from lowdiff.compressors.flat import DTYPES, selection_on
+from lowdiff.compressors.exchange import Headers, Wire, assigned, gather, step_of
+from lowdiff.compressors.flat import reading_on, selection_on
 from lowdiff.compressors.flat.selection import Entries, Operands
+from lowdiff.compressors.flat.sent import Places, Sent, Taken
 from lowdiff.compressors.flat.table import Segment, Table, table_of
-from lowdiff.compressors.topk import TopK, TopKReducer
+from lowdiff.compressors.of_ranks import OfRanks
+from lowdiff.compressors.topk import TopK
 from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
-from lowdiff.types import Layout, ResidualLayout
+from lowdiff.types import Layout, Payload, ResidualLayout
 
 #: Tables that are kept, beside one per parameter; a warm-up of the density makes new ones at every step.
 _MORE_TABLES = 256
 
 
-class FlatTopKReducer(TopKReducer):
-    """`TopKReducer` for an accelerator, bound to one run; entries and residual have the same bits."""
+class FlatTopKReducer:
+    """TopK for an accelerator, bound to one run; entries and residual have the bits of `TopKReducer`."""
 
     def __init__(
         self,
@@ -33,15 +36,25 @@ class FlatTopKReducer(TopKReducer):
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
     ) -> None:
-        super().__init__(compressor, layout, residual, group, peers)
+        self._compressor = compressor
+        self._group = group
+        self._world_size = 1 if group is None else group.size()
+        self._ranks = OfRanks(group, peers, lambda rank, _: rank)
+        self._stamp = 0
+        self._headers = Headers()
         self._store = residual
-        self._selection = selection_on(residual.device, {torch_dtype(d) for d in layout.dtypes})
+        dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
+        self._selection = selection_on(residual.device, dtypes)
+        reading = reading_on(residual.device, self._selection)
+        self._taken = Taken(layout, reading, list(self._ranks), self._world_size)
+        self._warning = ChangeWarning(layout)
         #: Divides entries before the sum, as DDP itself averages. A tensor, because a device multiplies by the
         #: reciprocal of a number of the host's.
         self._size = torch.full(
-            (), float(self.world_size), dtype=torch.float32, device=residual.device
+            (), float(self._world_size), dtype=torch.float32, device=residual.device
         )
         self._tables: dict[tuple[object, ...], Table] = {}
+        self._places: dict[tuple[object, ...], Places] = {}
         #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
         self._owed = [
             (dtype, start // dtype.itemsize)
@@ -52,55 +65,88 @@ class FlatTopKReducer(TopKReducer):
             )
         ]
 
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
+        self._stamp = stamp
+        self._headers.begin()
+        self._taken.begin()
+
+    def close(self) -> None:
+        """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
+
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        if buffer.dtype not in DTYPES:
-            return super().reduce(parameters, gradients, buffer)
         lengths = {i: g.numel() for i, g in zip(parameters, gradients, strict=True)}
-        kept = {i: self.kept(n) for i, n in lengths.items() if n}
+        step = step_of(self._stamp)
+        kept = {i: self._compressor.kept(n, step) for i, n in lengths.items() if n}
         is_whole = all(k == lengths[i] for i, k in kept.items())
-        if not kept:
-            return super().reduce(parameters, gradients, buffer)
-        if is_whole and self.world_size == 1 and self.compressor.narrow is None:
+        narrow = self._compressor.narrow
+        if is_whole and (not kept or (self._world_size == 1 and narrow is None)):
             return completed(buffer)  # the optimizer may consume what backward left
         begun = int(buffer.storage_offset())
         starts = {
             i: int(g.storage_offset()) - begun for i, g in zip(parameters, gradients, strict=True)
         }
-        counts = [kept.get(i, 0) for i in parameters]
-        wire = Wire.empty(sum(counts), buffer.dtype, buffer.device)
-        own = torch.empty(sum(counts), dtype=torch.int64, device=buffer.device)
-        entries = Entries(wire.positions, own, wire.values)
-        self._take(buffer, starts, lengths, kept, entries)
-        seen: list[torch.Tensor] = []
-        for i, positions in zip(parameters, own.split(counts), strict=True):
-            self.stored.own.select(i, positions)
-            if positions.numel() < lengths[i]:
-                self.remember_exchanged(i, seen, starts[i])
+        wire = Wire.empty(sum(kept.values()), buffer.dtype, buffer.device)
+        own = torch.empty(sum(kept.values()), dtype=torch.int64, device=buffer.device)
+        self._take(buffer, starts, lengths, kept, Entries(wire.positions, own, wire.values))
+        for i, k in kept.items():
+            if k < lengths[i]:
                 self._store.written(i)
+        sent = Sent(self._places_of(starts, lengths, kept, buffer.device), [])
+        self._taken.sent.append(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
         is_clear = sum(lengths.values()) == buffer.numel()
-        if self.group is None or self.world_size == 1:
+        if self._group is None or self._world_size == 1:
             cleared = buffer if is_clear else buffer.zero_()
-            of_all = None if self.group is None else seen
-            done = completed(assigned(cleared, wire.positions, wire.values, of_all))
+            done = completed(assigned(cleared, wire.positions, wire.values, sent.seen))
         else:
             done = gather(
                 buffer,
                 wire,
-                stamp=self.stamp,
-                group=self.group,
-                headers=self.headers,
-                seen=seen,
+                stamp=self._stamp,
+                group=self._group,
+                headers=self._headers,
+                seen=sent.seen,
                 is_clear=is_clear,
             )
-        if self.compressor.narrow is None and not self.stored.peers:
+        if narrow is None or narrow == buffer.dtype:
             return done
-        return chained(
-            done, self.finishing(parameters, gradients, buffer, counts, seen), buffer.device
-        )
+        return chained(done, _rounding(buffer, sent, narrow, list(self._ranks)), buffer.device)
+
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
+        """See ``Reducer.consume``."""
+        there = {i: g for i, g in enumerate(gradients) if g is not None}
+        # Without DDP, nothing can change a gradient between the exchange and this call.
+        self._taken.consume(there, factors, searches=self._group is not None)
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Reducer.payload``."""
+        self._headers.confirm()
+        entries = self._taken.entries(self._ranks.of(of))
+        self._warning.say(self._taken.strange)
+        return Payload((*entries.sections(), *entries.foreign_sections()))
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Reducer.has_missed``."""
+        return self._taken.has_missed
+
+    def _places_of(
+        self,
+        starts: dict[int, int],
+        lengths: dict[int, int],
+        kept: dict[int, int],
+        device: torch.device,
+    ) -> Places:
+        key = (*((i, starts[i], k) for i, k in kept.items()), devices.queue_of(device))
+        if key not in self._places:
+            if len(self._places) >= len(self._owed) + _MORE_TABLES:
+                self._places.clear()
+            self._places[key] = Places.of(starts, lengths, kept, device)
+        return self._places[key]
 
     def _take(
         self,
@@ -177,17 +223,17 @@ class FlatTopKReducer(TopKReducer):
         ends = [self._owed[i][1] + lengths[i] for i in parameters]
         return dtype, min(self._owed[i][1] for i in parameters), max(ends)
 
-    def round(
-        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
-    ) -> None:
-        """See ``TopKReducer.round``."""
-        narrow = self.compressor.narrow
-        if narrow is None or narrow == buffer.dtype:
-            return
+
+def _rounding(
+    buffer: torch.Tensor, sent: Sent, narrow: torch.dtype, ranks: Sequence[int]
+) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
+    """Return what follows an exchange whose average is rounded."""
+
+    def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        averaged = future.value()
         rounded = buffer.to(narrow)
         buffer.copy_(rounded)
-        begun = int(buffer.storage_offset())
-        for i, gradient in zip(parameters, gradients, strict=True):
-            start = int(gradient.storage_offset()) - begun
-            for stored in self.stored:
-                stored.round(i, rounded[start : start + gradient.numel()])
+        sent.narrow = {rank: rounded.index_select(0, sent.seen[rank]) for rank in ranks}
+        return averaged
+
+    return finish

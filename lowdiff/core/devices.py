@@ -110,3 +110,17 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for stream in streams:
         stream.synchronize()
     return found
+
+
+def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flat tensors on the CPU; those of one dtype are copied together."""
+    of_dtype: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        of_dtype.setdefault(tensor.dtype, []).append(place)
+    together = [torch.cat([tensors[place] for place in places]) for places in of_dtype.values()]
+    found = list(tensors)
+    for places, values in zip(of_dtype.values(), on_host(together), strict=True):
+        parts = values.split([tensors[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part
+    return found

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from lowdiff.compressors.changes import Known, read
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import UsageError
@@ -18,7 +21,60 @@ from lowdiff.model.sharding import add_up, is_sharded
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
-from lowdiff.types import OptimizerStep
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a gradient scaler tells a fused optimizer, which unscales and skips in its kernel.
+
+    On an accelerator the host has not read it: it is a tensor ``[]``.
+
+    Attributes:
+        grad_scale: By what its gradients are still multiplied; None without a scaler, or where they were unscaled.
+        found_inf: 1.0 where the kernel skips, else 0.0; None without a scaler.
+        leaves_unwritten: Whether a step that is skipped leaves state which nobody has written.
+    """
+
+    grad_scale: float | torch.Tensor | None = None
+    found_inf: float | torch.Tensor | None = None
+    leaves_unwritten: bool = False
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, *, waits: bool) -> Verdict:
+        """Read what the scaler has put there.
+
+        Args:
+            optimizer: It is about to step.
+            waits: Whether the host waits for it wherever it lies.
+        """
+        told = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+        scale, found_inf = (
+            # The scaler goes on with its own tensors.
+            value.clone()
+            if isinstance(value, torch.Tensor) and not waits and not devices.may_look(value)
+            else None
+            if value is None
+            else float(value)
+            for value in told
+        )
+        return cls(scale, found_inf, found_inf is not None and _leaves_unwritten_memory(optimizer))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host has not read it."""
+        return any(isinstance(v, torch.Tensor) for v in (self.grad_scale, self.found_inf))
+
+    @property
+    def is_known_to_skip(self) -> bool:
+        """Whether the host knows that the kernel skips."""
+        return not isinstance(self.found_inf, torch.Tensor) and bool(self.found_inf)
+
+    def arrived(self) -> tuple[float | None, float | None]:
+        """Return scale and overflow; waits for them."""
+        values = [v for v in (self.grad_scale, self.found_inf) if v is not None]
+        numbers = iter(read(tuple(values)))
+        scale = None if self.grad_scale is None else next(numbers)
+        return scale, None if self.found_inf is None else next(numbers)
 
 
 class Gradients:
@@ -40,13 +96,13 @@ class Gradients:
         """Remember the gradients that a step leaves whose optimizers did not step in it."""
         self._kept = self._attached.kept_gradients(stepped)
 
-    def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
+    def consume(self, optimizer: int, step: int, verdict: Verdict) -> list[int]:
         """Read what an optimizer is about to consume.
 
         Args:
             optimizer: Index of the optimizer.
             step: Number of the step, for errors.
-            done: What it consumes beside gradients.
+            verdict: A gradient scaler's, of these gradients.
 
         Returns:
             Its parameters that have no gradient, as layout indices; none where nobody records them.
@@ -61,6 +117,9 @@ class Gradients:
             gradients = {i: p.grad for i, p in owned.items() if p.grad is not None}
             self._refuse_not_averaged(self._hook, gradients, step)
         return []
+
+    def skipped(self, optimizer: int) -> None:
+        """Tell that the optimizer skipped its step, for a verdict that was not known in `consume`."""
 
     def _refuse_not_averaged(
         self, hook: HookState, consumed: Mapping[int, torch.Tensor], step: int
@@ -124,7 +183,7 @@ class RecordedGradients(Gradients):
         self._residual = residual
         self._is_sharded = attached.is_sharded
 
-    def consume(self, optimizer: int, step: int, done: OptimizerStep) -> list[int]:
+    def consume(self, optimizer: int, step: int, verdict: Verdict) -> list[int]:
         """See `Gradients.consume`."""
         self._tell_of_kept(optimizer, step)
         if self._is_sharded:
@@ -137,18 +196,28 @@ class RecordedGradients(Gradients):
             self._refuse_not_averaged(self._hook, there, step)
         if self._attached.ddp is None and not self._is_sharded:
             # Only a fused optimizer that unscales by itself still gets them scaled.
-            self._scaling.exchanged_at(done.grad_scale or 1.0)
+            self._scaling.exchanged_at(1.0 if verdict.grad_scale is None else verdict.grad_scale)
             self._compress_in_place(gradients)
             self._reducer.consume(gradients)
         else:
             self._reducer.consume(gradients, factors=self._scaling.factors)
-        if not done.found_inf:
-            used = {i for i, g in enumerate(gradients) if g is not None}
-            replicas = self._attached.replicas
-            self._residual.settle(used if replicas is None else replicas.part.own(used))
+        if not verdict.is_known_to_skip:
+            self._residual.settle(self._own_of(i for i, g in enumerate(gradients) if g is not None))
         owner = self._attached.owner
         owned = (i for i in self._attached.parameters if owner[i] == optimizer)
         return [i for i in owned if gradients[i] is None]
+
+    def skipped(self, optimizer: int) -> None:
+        """See `Gradients.skipped`: what was sent is owed again."""
+        owner = self._attached.owner
+        self._residual.unsettle(
+            self._own_of([i for i in self._attached.parameters if owner[i] == optimizer])
+        )
+
+    def _own_of(self, parameters: Iterable[int]) -> set[int]:
+        """Return the parameters by their index among those that this rank's replica group has."""
+        replicas = self._attached.replicas
+        return set(parameters) if replicas is None else replicas.part.own(set(parameters))
 
     def _compress_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compress what backward left, without DDP and its communication hook."""
@@ -172,43 +241,49 @@ class Scaling:
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
-        self._scale = 1.0
+        #: Of gradients that are exchanged outside a backward pass, where that is on an accelerator.
+        self._there: torch.Tensor | None = None
         self._seen: tuple[int, int] | None = None
-        self._told: Scaled | None = None
-        self._clipped_by: tuple[float, ...] = ()
+        self._told = Scaled()
+        self._clipped_by: Known = ()
+
+    @property
+    def _tensor(self) -> torch.Tensor | None:
+        # It may be updated before or after a commit, or between two backward passes of a step.
+        return self._there if self._scaler is None else self._scaler._scale
 
     def __call__(self) -> float:
         """By what the gradients that are exchanged now were multiplied; see `LossScale`."""
-        # It may be updated before or after a commit, or between two backward passes of a step.
-        tensor = None if self._scaler is None else self._scaler._scale
-        if self._scaler is not None and tensor is not None:
+        tensor = self._tensor
+        if tensor is not None:
             seen = id(tensor), tensor._version
             if seen != self._seen:  # reading it stops the host on CUDA
-                self._seen, self._scale = seen, float(self._scaler.get_scale())
-        return self._scale
+                scale = tensor if self._scaler is None else self._scaler.get_scale()
+                self._seen, self._told = seen, Scaled(float(scale))
+        return self._told.value
 
     def on(self, device: torch.device) -> torch.Tensor:
         """See `LossScale.on`."""
-        tensor = None if self._scaler is None else self._scaler._scale
-        if tensor is not None:
-            return tensor.to(device)  # where the scaler has it already
-        if self._told is None or self._told.value != self._scale:
-            self._told = Scaled(self._scale)
-        return self._told.on(device)
+        tensor = self._tensor
+        # Where the scaler has it already.
+        return self._told.on(device) if tensor is None else tensor.to(device)
 
-    def exchanged_at(self, scale: float) -> None:
+    def exchanged_at(self, scale: float | torch.Tensor) -> None:
         """Tell the scale of gradients that are exchanged outside a backward pass."""
-        self._scale = scale
+        self._there = scale if isinstance(scale, torch.Tensor) else None
+        if self._there is None and self._told.value != scale:
+            self._told = Scaled(float(scale))
 
     @property
-    def factors(self) -> tuple[float, ...]:
+    def factors(self) -> Known:
         """Factors that gradients were probably multiplied by since their exchange, in order."""
+        tensor = self._tensor
+        if tensor is not None and not devices.may_look(tensor):
+            return (_inverse(tensor), *self._clipped_by)
         scale = self()
         if scale in (0.0, 1.0):
             return self._clipped_by
-        # As ``GradScaler.unscale_`` computes it: a float32.
-        inverse = float(torch.tensor(scale, device="cpu").double().reciprocal().float())
-        return (inverse, *self._clipped_by)
+        return (float(_inverse(torch.tensor(scale, device="cpu"))), *self._clipped_by)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
@@ -219,9 +294,30 @@ class Scaling:
         if is_sharded(total):
             return total  # gradients of shards are logged as they are consumed
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        self._clipped_by = (*self._clipped_by, float(coefficient))
+        known = float(coefficient) if devices.may_look(coefficient) else coefficient
+        self._clipped_by = (*self._clipped_by, known)
         return total
 
     def end_step(self) -> None:
         """Forget the step's clipping."""
         self._clipped_by = ()
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """As ``GradScaler.unscale_`` computes it: a float32."""
+    return scale.double().reciprocal().float()
+
+
+def _leaves_unwritten_memory(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step that a fused kernel skips leaves state that nobody has written.
+
+    Before its first step with momentum torch's SGD allocates the buffers and leaves it to the kernel
+    to fill them; the kernel does not, and SGD keeps them all the same.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.grad is not None
+        and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+    )

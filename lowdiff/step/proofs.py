@@ -107,6 +107,11 @@ class Proofs:
         """Start the next step."""
         self.has_late_state = False
 
+    def copies(self, index: int) -> bool:
+        """Whether `before_step` copies what an optimizer's next step takes."""
+        course = self._courses.get(index)
+        return course is not None and self._is_open and bool(course.parameters)
+
     def before_step(self, index: int, step: int, done: OptimizerStep) -> None:
         """Copy what a proof of the step would take; the gradients have been read for the log.
 

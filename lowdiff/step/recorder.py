@@ -19,7 +19,7 @@ from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
-from lowdiff.step.gradients import Gradients, Scaling
+from lowdiff.step.gradients import Gradients, Scaling, Verdict
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Sealed, State, Step
 from lowdiff.types import Differential, OptimizerStep, Payload
@@ -83,6 +83,8 @@ class Recorder:
             mode=watches,
         )
         self.step = Step(-1, 0)
+        #: Optimizer -> a scaler's verdict of the step under way that the host has not read.
+        self._late: dict[int, Verdict] = {}
 
     def base(self, step: int) -> Sealed:
         """Describe the state that an incarnation starts from, as if a step had just led to it."""
@@ -106,6 +108,7 @@ class Recorder:
     def begin(self, step: int) -> None:
         """Open the step that leads to state ``step``."""
         self.step = Step(step, len(self._live.attached.optimizers))
+        self._late.clear()
         self.proofs.begin()
         self.reducer.begin(stamp_of(self._live.incarnation, step))
 
@@ -164,21 +167,30 @@ class Recorder:
         if self.guard.before_step(index, given) or self._live.averages.before_step(index):
             step.changes.add(Change.OUTSIDE)
         self.watch.before_step(index)
-        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        done = OptimizerStep(
-            stepped=True,
-            consumed=copied(hyper_parameters(optimizer)),
-            grad_scale=scale if scale is None else float(scale),
-            found_inf=found_inf if found_inf is None else float(found_inf),
-        )
-        if done.found_inf and _keeps_unwritten_memory(optimizer):
-            step.changes.add(Change.UNWRITTEN_STATE)
-        step.consume(index, done, self._gradients.consume(index, step.number, done))
+        verdict = Verdict.of(optimizer, waits=self.proofs.copies(index))
+        done = OptimizerStep(stepped=True, consumed=copied(hyper_parameters(optimizer)))
+        absent = self._gradients.consume(index, step.number, verdict)
+        self._late.pop(index, None)  # a step may be tried again
+        if verdict.is_late:
+            self._late[index] = verdict
+        else:
+            done = self._judged(index, done, verdict)
+        step.consume(index, done, absent)
         self.proofs.before_step(index, step.number, done)
         is_loggable = step.calls <= self._most_calls
         if not is_loggable:
             step.changes.add(Change.TOO_MANY_CALLS)
         return is_loggable
+
+    def _judged(self, optimizer: int, done: OptimizerStep, verdict: Verdict) -> OptimizerStep:
+        """Return what an optimizer consumed with a scaler's verdict, which is waited for."""
+        scale, found_inf = verdict.arrived()
+        if found_inf:
+            if verdict.is_late:
+                self._gradients.skipped(optimizer)
+            if verdict.leaves_unwritten:
+                self.step.changes.add(Change.UNWRITTEN_STATE)
+        return replace(done, grad_scale=scale, found_inf=found_inf)
 
     def end(self, optimizer: int) -> None:
         """Look at what an optimizer has just updated."""
@@ -221,6 +233,8 @@ class Recorder:
 
     def _read(self, items: dict[str, bytes], *, follows_snapshot: bool) -> Sealed:
         step, live = self.step, self._live
+        for index, verdict in self._late.items():
+            step.consumed[index] = self._judged(index, step.consumed[index], verdict)
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
         optimizers = tuple(_ended(step.consumed.get(i), now) for i, now in enumerate(live_groups))
@@ -250,6 +264,8 @@ class Recorder:
             written=seen.written,
             earlier=step.earlier,
         )
+        if self.reducer.has_missed:
+            step.changes.add(Change.GRADIENT_MISSED)
         stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
         return Sealed(
             differential,
@@ -325,18 +341,3 @@ def _agreed(differential: Differential) -> tuple[int, int]:
     )
     parts = [[o.stepped, o.consumed, o.after] for call in calls for o in call]
     return stepped, crc32c(encode(parts))
-
-
-def _keeps_unwritten_memory(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step that a fused kernel skips leaves state that nobody has written.
-
-    Before its first step with momentum torch's SGD allocates the buffers and leaves it to the kernel
-    to fill them; the kernel does not, and SGD keeps them all the same.
-    """
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        parameter.grad is not None
-        and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-    )

@@ -61,6 +61,10 @@ class Change(Enum):
         "a fused optimizer left state in step {step} that its kernel has not written, because "
         "gradients overflowed; such a step costs a full snapshot"
     )
+    GRADIENT_MISSED = (
+        "a gradient on an accelerator was changed between its exchange and optimizer.step() of step {step}, and what it "
+        "became is gone; the first such step costs a full snapshot, and later ones are looked at more closely"
+    )
     #: `Proofs` has named the state, and warned of it.
     UNPROVEN_STATE = ""
 

@@ -6,10 +6,13 @@ shows in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +50,7 @@ class Life:
         overflows: A step whose gradients are infinite: with a scaler skipped, without left out.
         early_commit: Commits before the scaler is updated.
         dies: Ends without ``close()``.
+        late: Does not wait for what a scaler says, and takes whole buckets, as on an accelerator.
     """
 
     until: int
@@ -57,46 +61,63 @@ class Life:
     overflows: int = -1
     early_commit: bool = False
     dies: bool = False
+    late: bool = False
+
+
+@contextmanager
+def as_late() -> Iterator[None]:
+    """Inside, what a scaler says is read as from an accelerator."""
+    unread = SimpleNamespace(may_look=lambda _: False)
+    with testing.whole_buckets(), mock.patch("lowdiff.step.gradients.devices", unread):
+        yield
 
 
 def train(
     rank: int, world_size: int, folder: str, compressor: Compressor, lives: Sequence[Life]
 ) -> list[torch.Tensor]:
     """A pool's job: the weights after each step that an optimizer took, through several lives."""
-    weights = []
+    weights: list[torch.Tensor] = []
     for life in lives:
-        torch.manual_seed(0)
-        first_layer = nn.Linear(20, 60)
-        inner = nn.Sequential(first_layer, nn.Tanh(), nn.Linear(60, 9))
-        model = inner if life.plain else wrapped(inner)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=life.fused)
-        scaler = torch.amp.GradScaler(
-            "cpu", init_scale=life.scale or 1.0, growth_interval=2, enabled=life.scale is not None
-        )
-        checkpointer = lowdiff.Checkpointer(
-            f"{folder}/run", compressor=compressor, staging=f"{folder}/staging-{rank}"
-        )
-        stateful: dict[str, Any] = {} if life.scale is None else {"scaler": scaler}
-        first = checkpointer.attach(model, optimizer, **stateful)
-        for step in range(first, life.until):
-            optimizer.zero_grad()
-            is_overflow = step == life.overflows
-            if not (is_overflow and life.scale is None):
-                loss = model(batch(step, rank, 16, 20)).square().mean()
-                scaler.scale(loss * (torch.inf if is_overflow else 1.0)).backward()
-                if life.unscales:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-            if life.early_commit:
-                checkpointer.commit()
-            scaler.update()
-            if not life.early_commit:
-                checkpointer.commit()
-            weights.append(first_layer.weight.detach().clone())
-        if life.dies:
-            testing.kill(checkpointer)
-        else:
-            checkpointer.close()
+        with as_late() if life.late else nullcontext():
+            weights += trained(rank, folder, compressor, life)
+    return weights
+
+
+def trained(rank: int, folder: str, compressor: Compressor, life: Life) -> list[torch.Tensor]:
+    """One life."""
+    weights = []
+    torch.manual_seed(0)
+    first_layer = nn.Linear(20, 60)
+    inner = nn.Sequential(first_layer, nn.Tanh(), nn.Linear(60, 9))
+    model = inner if life.plain else wrapped(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=life.fused)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=life.scale or 1.0, growth_interval=2, enabled=life.scale is not None
+    )
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=compressor, staging=f"{folder}/staging-{rank}"
+    )
+    stateful: dict[str, Any] = {} if life.scale is None else {"scaler": scaler}
+    first = checkpointer.attach(model, optimizer, **stateful)
+    for step in range(first, life.until):
+        optimizer.zero_grad()
+        is_overflow = step == life.overflows
+        if not (is_overflow and life.scale is None):
+            loss = model(batch(step, rank, 16, 20)).square().mean()
+            scaler.scale(loss * (torch.inf if is_overflow else 1.0)).backward()
+            if life.unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        if life.early_commit:
+            checkpointer.commit()
+        scaler.update()
+        if not life.early_commit:
+            checkpointer.commit()
+        weights.append(first_layer.weight.detach().clone())
+    if life.dies:
+        testing.kill(checkpointer)
+    else:
+        checkpointer.close()
     return weights
 
 
@@ -107,6 +128,11 @@ WAYS = {
     "ddp, an overflow": Life(12, 4.0, overflows=5),
     "ddp, fused, an overflow": Life(12, 4.0, fused=True, overflows=5),
     "ddp, fused, unscaled by hand": Life(12, 4.0, fused=True, unscales=True),
+    "ddp, late, unscaled by hand": Life(12, 4.0, unscales=True, late=True),
+    "ddp, late, fused, an overflow": Life(12, 4.0, fused=True, overflows=5, late=True),
+    "plain, late, fused, an overflow": Life(
+        12, 4.0, plain=True, fused=True, overflows=5, late=True
+    ),
     "plain": Life(12, 4.0, plain=True),
     "plain, an overflow": Life(12, 4.0, plain=True, overflows=5),
     "plain, fused": Life(12, 4.0, plain=True, fused=True),
@@ -118,7 +144,7 @@ WAYS = {
 def expect_the_bits_of_a_training_without_scaler(
     pool: Pool, folder: Path, compressor: Compressor, world_size: int, lives: Sequence[Life]
 ) -> None:
-    alone = [replace(life, scale=None) for life in lives]
+    alone = [replace(life, scale=None, late=False) for life in lives]
     found = pool.run(train, world_size, str(folder / "scaled"), compressor, lives)
     expected = pool.run(train, world_size, str(folder / "alone"), compressor, alone)
     for rank in range(world_size):

@@ -10,10 +10,11 @@ import sys
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowdiff.compressors.flat import kernels, matrix_kernels
+from lowdiff.compressors.flat import kernels, matrix_kernels, reading
 
 #: Dtypes of gradients and residuals.
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"))
@@ -31,11 +32,35 @@ _CONSTANTS = {
     "SPLIT": 1024,
     "ELEMENTS": 1024,
 }
-_INTEGERS = ("state", "counts", "positions", "rooms", "sizes", "above", "equal")
-_LONG = ("own", "table", "tiles")
+_INTEGERS = (
+    "state",
+    "counts",
+    "positions",
+    "rooms",
+    "sizes",
+    "above",
+    "equal",
+    "strange",
+    "differs",
+)
+_LONG = ("own", "table", "tiles", "addresses")
 #: Of PowerSGD's factors and their like.
-_WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale", "size")
-_NUMBERS = ("NUM_BLOCKS", "NUM_SEGMENTS", "NUM", "NUM_TILES", "first", "count", "height", "width")
+_WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale", "size", "by")
+_KINDS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+_PATTERNS = {"fp32": tl.int32, "bf16": tl.int16, "fp16": tl.int16}
+_NUMBERS = (
+    "STRIDE",
+    "SPAN",
+    "COUNT",
+    "NUM_BLOCKS",
+    "NUM_SEGMENTS",
+    "NUM",
+    "NUM_TILES",
+    "first",
+    "count",
+    "height",
+    "width",
+)
 
 
 def assembly() -> dict[str, str]:
@@ -52,15 +77,23 @@ def assembly() -> dict[str, str]:
             **dict.fromkeys(_LONG, "*i64"),
             **dict.fromkeys(_NUMBERS, "i32"),
         }
-        for name, kernel in {**vars(kernels), **vars(matrix_kernels)}.items():
+        types["patterns"] = "*i32" if gradient == "fp32" else "*i16"
+        of_modules = [vars(module) for module in (kernels, matrix_kernels, reading)]
+        for name, kernel in {
+            name: kernel for own in of_modules for name, kernel in own.items()
+        }.items():
             if not isinstance(kernel, triton.JITFunction) or name.startswith("_"):
                 continue
+            chosen = dict(_CONSTANTS)
+            is_of_reading = name in of_modules[2]
+            chosen["KIND"] = (_PATTERNS if is_of_reading else _KINDS)[gradient]
+            chosen["PATTERN"] = _PATTERNS[gradient]
             names: list[str] = kernel.arg_names
             own = types | ({"target": "*fp32"} if name == "keep" else {})
             own |= {"used": "*i32"} if "used" in names else {}
-            signature = {n: "constexpr" if n in _CONSTANTS else own[n] for n in names}
+            signature = {n: "constexpr" if n in chosen else own[n] for n in names}
             constants: dict[Any, Any] = {
-                (names.index(n),): value for n, value in _CONSTANTS.items() if n in names
+                (names.index(n),): value for n, value in chosen.items() if n in names
             }
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             warps = 8 if name in vars(kernels) else 4

@@ -93,13 +93,15 @@ class Rank:
         self.step += 1
         self.reducer.begin(stamp_of(0, self.step))
 
-    def commit(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def commit(
+        self, gradients: Sequence[torch.Tensor | None], factors: Any = ()
+    ) -> list[torch.Tensor]:
         """End a step whose optimizer consumes these; what recovery decodes."""
-        self.reducer.consume(gradients)
+        self.reducer.consume(gradients, factors=factors)
         self.residual.settle({i for i, g in enumerate(gradients) if g is not None})
         payload = self.reducer.payload()
         self.residual.advance()
-        if all(g is None for g in gradients):
+        if all(g is None for g in gradients) or self.reducer.has_missed:
             return []
         return decoded(self.compressor, [payload], self.layout, 100)
 
@@ -166,6 +168,56 @@ def test_a_later_pass_and_an_optimizer_of_its_own_leave_what_they_leave_on_cpus(
             rank.commit([None, *second[1:]])
         for i, owed in ours.owed().items():
             torch.testing.assert_close(owed, theirs.owed()[i], rtol=1e-3, atol=1e-4)
+
+
+#: What is done to gradients between hook and optimizer -> the factors that are known of it, whether the first such step
+#: is missed, and whether later ones are stored as factors.
+CHANGES: dict[str, tuple[tuple[float, ...], bool, bool]] = {
+    "nothing": ((0.1, 0.3), False, True),
+    "known": ((1 / 1024, 0.37), False, True),
+    "unscaled and clipped by somebody": ((1 / 1024,), True, True),
+    "by hand": ((), True, False),
+    "overflow": ((), True, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in CHANGES),
+        *(("unscaled and clipped by somebody", half) for half in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_what_was_changed_since_the_hook_is_noticed_and_then_stored(
+    kind: str, dtype: torch.dtype
+) -> None:
+    factors, is_missed, is_factor = CHANGES[kind]
+    rank = Rank(True, layout(dtype))
+    for step in (1, 2, 3, 4):
+        rank.begin()
+        averages = rank.backward(gradients_of(step, dtype))
+        known = [] if step == 1 else [torch.tensor(f, dtype=torch.float32) for f in factors]
+        is_changed = kind != "nothing" and step > 1
+        if is_changed and "by somebody" in kind:
+            known.append(torch.tensor(0.1 * step))
+        for own in averages:
+            if is_changed and kind == "by hand":
+                own.add_(torch.randn(own.numel()).to(dtype), alpha=0.1)
+            elif is_changed and kind == "overflow":
+                own[3] = torch.nan
+            elif is_changed:
+                for factor in known:
+                    own.mul_(factor)
+        given = tuple(known[: len(factors)])
+        consumed = [own.clone() for own in averages]
+        if not is_changed:
+            given = () if step == 1 else given[:0]
+        rebuilt = rank.commit(averages, given)
+        assert rank.reducer.has_missed == (is_missed and step == 2), step
+        if not rank.reducer.has_missed:
+            assert_bits(rebuilt, consumed)
+        whole = rank.reducer.payload().section("whole/parameters")
+        assert (whole.data.tolist() == [1]) == (not is_changed or is_factor or step == 2), step
 
 
 @pytest.mark.parametrize("kind", ["zeros", "of rank one", "nan", "infinite"])

@@ -1,0 +1,159 @@
+"""What optimizers consume of whole buckets is read on the device, and what no rank sent is noticed there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowdiff import testing
+from lowdiff.compressors import TopK
+from lowdiff.compressors.exchange import stamp_of
+from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.compressors.flat.sent import Places, Sent
+from lowdiff.core.layout import INT_OF_BYTES, layout_of
+from tests.contract.compressors import decoded
+from tests.unit.compressors.flat.test_selection import WAYS, Ways
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+#: Of parameters in a bucket: elements, and how many of them each rank sent.
+PARTS = st.lists(st.sampled_from([(1, 1), (5, 2), (40, 40), (70, 1), (200, 33)]), min_size=1)
+
+
+@pytest.mark.parametrize("make", WAYS)
+@given(
+    parts=PARTS,
+    ranks=st.integers(1, 3),
+    passes=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 99),
+)
+def test_entries_are_read_and_strange_ones_noticed(
+    make: Any, parts: list[tuple[int, int]], ranks: int, passes: int, dtype: torch.dtype, seed: int
+) -> None:
+    _, reading = make()
+    draw = torch.Generator().manual_seed(seed)
+    lengths = dict(enumerate(n for n, _ in parts))
+    starts = {i: sum(n for n, _ in parts[:i]) for i in lengths}
+    counts = {i: k for i, (_, k) in enumerate(parts)}
+    gradients = {i: torch.zeros(n, dtype=dtype) for i, n in lengths.items() if i != 1}
+    sent = []
+    exchanged = {i: set[int]() for i in lengths}
+    for _ in range(passes):
+        rows = []
+        for _ in range(ranks):
+            drawn = {i: torch.randperm(n, generator=draw)[: counts[i]] for i, n in lengths.items()}
+            rows.append(torch.cat([drawn[i].sort().values + starts[i] for i in drawn]).int())
+            for i, chosen in drawn.items():
+                exchanged[i].update(chosen.tolist())
+        seen = list(torch.cat(rows).chunk(ranks))
+        sent.append(Sent(Places.of(starts, lengths, counts, CPU), seen))
+    is_odd = {i: bool(torch.rand((), generator=draw) < 0.3) for i in gradients}
+    for i, gradient in gradients.items():
+        for place in exchanged[i]:
+            gradient[place] = torch.randn((), generator=draw)
+        free = sorted({*range(lengths[i])} - exchanged[i])
+        if is_odd[i] and free:
+            gradient[free[-1]] = [math.nan, -0.0, 1e-7][seed % 3]
+    before = {i: gradient.clone() for i, gradient in gradients.items()}
+    partial = [i for i in gradients if counts[i] < lengths[i]]
+    if not partial:
+        return
+    ranges = [(i, own) for i in partial for own in (slice(0, 3), slice(3, lengths[i]))]
+    reading.read(gradients, sent)
+    found = reading.strange(gradients, sent, ranges).tolist()
+    for (i, own), flag in zip(ranges, found, strict=True):
+        rest = before[i].clone()
+        rest[sorted(exchanged[i])] = 0
+        assert bool(flag) == bool(patterns(rest[own]).any()), (i, own)
+    for i, gradient in gradients.items():
+        assert torch.equal(patterns(gradient), patterns(before[i]))
+    for one in sent:
+        for rank, positions in enumerate(one.seen):
+            for part in one.places.partial:
+                if part.parameter in gradients:
+                    entries = slice(part.first, part.first + part.count)
+                    own_places = positions[entries].long() - part.start
+                    assert one.values is not None
+                    read = one.values[rank, entries]
+                    assert torch.equal(patterns(read), patterns(before[part.parameter][own_places]))
+
+
+def patterns(values: torch.Tensor) -> torch.Tensor:
+    return values.view(INT_OF_BYTES[values.element_size()])
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup | None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Run:
+    """A reducer of two parameters in a process group of one, by whole buckets."""
+
+    def __init__(self, ways: Ways, group: Any) -> None:
+        self.layout = layout_of(
+            [
+                ("a", torch.nn.Parameter(torch.zeros(400))),
+                ("b", torch.nn.Parameter(torch.zeros(300))),
+            ]
+        )
+        self.compressor = TopK(0.02, dense_below=0)
+        self.residual = RotatingResidual.zeros(self.compressor.residual_layout(self.layout), CPU)
+        with testing.whole_buckets():
+            reducer: Any = self.compressor.bind(self.layout, self.residual, group)
+        reducer._selection, reducer._taken._reading = ways
+        self.reducer = reducer
+        self.step = 0
+
+    def train(self, *, odd: bool = False, factor: float = 1.0) -> tuple[bool, bool]:
+        """Make a step; whether its payload lacks something, and whether it decodes to what was consumed."""
+        self.step += 1
+        self.reducer.begin(stamp_of(0, self.step))
+        buffer = torch.randn(700)
+        parts = list(buffer.split([400, 300]))
+        self.reducer.reduce([0, 1], parts, buffer).wait()
+        buffer.mul_(factor)
+        if odd:
+            parts[1][(parts[1] == 0).nonzero()[0]] = 3.0
+        consumed = [part.clone() for part in parts]
+        self.reducer.consume(parts)
+        buffer.fill_(99.0)
+        self.residual.settle()
+        self.residual.advance()
+        payload = self.reducer.payload()
+        rebuilt = decoded(self.compressor, [payload], self.layout, 100)
+        return self.reducer.has_missed, all(
+            torch.equal(patterns(ours), patterns(theirs))
+            for ours, theirs in zip(rebuilt, consumed, strict=True)
+        )
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_what_no_rank_sent_is_missed_once_and_stored_from_then_on(
+    make: Any, group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(make(), group)
+    assert run.train() == (False, True)
+    assert run.train(odd=True) == (True, False)
+    assert "'b' was changed" in caplog.text
+    assert run.train(odd=True) == (False, True)
+    assert run.train() == (False, True)
+    assert run.train() == (False, True)
+    assert run.train(odd=True) == (True, False)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_clipping_by_nan_is_noticed(make: Any, group: Any) -> None:
+    run = Run(make(), group)
+    assert run.train(factor=0.3) == (False, True)
+    assert run.train(factor=math.nan) == (True, False)
