@@ -18,7 +18,7 @@ from lowdiff.compressors.binned import (
 )
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
-from lowdiff.compressors.flat import DTYPES
+from lowdiff.compressors.flat import DTYPES, reading_on, selection_on
 from lowdiff.compressors.settings import (
     SparseSettings,
     checked_size,
@@ -112,7 +112,11 @@ class TopK(SparseSettings):
         if devices.takes_whole_buckets(residual.device) and dtypes <= DTYPES:
             from lowdiff.compressors.flat.topk import FlatTopKReducer  # it imports this module
 
-            return FlatTopKReducer(self, layout, residual, group, peers)
+            selection = selection_on(residual.device, dtypes)
+            reading = reading_on(residual.device, selection)
+            return FlatTopKReducer(
+                self, layout, residual, group, peers, selection=selection, reading=reading
+            )
         return TopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:

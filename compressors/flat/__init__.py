@@ -165,7 +165,7 @@ def _are_alike(
         table = table_of(segments, selection.block, device)
         entries = Entries.empty(table.num_entries, bucket.dtype, device)
         selection(Operands(bucket, owed, owed, scale, size), table, entries)
-        found.append([bucket, owed, entries.positions, entries.own, entries.values])
+        found.append([bucket, owed, entries.positions, entries.values])
     pairs = zip(*found, strict=True)
     return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)
 
@@ -173,7 +173,7 @@ def _are_alike(
 def _reads_alike(kernels: Reading, plain: Reading, device: torch.device) -> bool:
     """Whether two readings find the same in a small bucket, and leave it as it was."""
     length = 30_000
-    places = Places.of({0: 0, 1: length}, {0: length, 1: length}, {0: 5000, 1: 8}, device)
+    places = Places.of([(0, 0, length, 5000), (1, length, length, 8)], device)
     own = torch.arange(0, length, 6, device="cpu")
     positions = torch.cat([own, torch.arange(length, length + 8, device="cpu")])
     bucket = torch.zeros(2 * length, device="cpu").index_copy_(0, positions, positions + 0.5)

@@ -46,7 +46,6 @@ kernel = partial(
         "state",
         "counts",
         "positions",
-        "own",
         "values",
         "table",
         "rooms",
@@ -135,7 +134,7 @@ def _block(table, block, NUM_BLOCKS, NUM_SEGMENTS):
 
 @kernel
 def add_up(
-    bucket, source, target, scale, size, state, counts, positions, own, values, table,
+    bucket, source, target, scale, size, state, counts, positions, values, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +152,6 @@ def add_up(
         left = inside & (is_whole == 0)
         gradient = tl.load(bucket + start + place, inside, other=0.0)
         tl.store(positions + out + place, (start + place).to(tl.int32), sent)
-        tl.store(own + out + place, first + place, sent)
         averaged = tl.div_rn(_wide(gradient), tl.load(size) + tl.zeros([CHUNK], tl.float32))
         tl.store(values + out + place, _rounded(averaged, gradient.dtype), sent)
         owed = tl.load(source + there + place, left, other=0.0)
@@ -308,7 +306,7 @@ def place(state, above, equal, table, NUM_BLOCKS, NUM_SEGMENTS, CHUNK: tl.conste
 
 @kernel
 def write(
-    target, size, state, rooms, totals, sizes, above, equal, positions, own, values, table,
+    target, size, state, rooms, totals, sizes, above, equal, positions, values, table,
     NUM_BLOCKS, NUM_SEGMENTS, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Write a block's entries in the order of their index, and what the residual keeps of them.
@@ -347,7 +345,6 @@ def write(
         value = tl.where(is_used, total, tl.zeros_like(total))
         value = _rounded(_wide(value), values.dtype.element_ty)
         tl.store(positions + entry, (start + place).to(tl.int32), is_sent)
-        tl.store(own + entry, first + place, is_sent)
         averaged = tl.div_rn(_wide(value), tl.load(size) + tl.zeros([CHUNK], tl.float32))
         tl.store(values + entry, _rounded(averaged, values.dtype.element_ty), is_sent)
         left = _rounded(_wide(total) - _wide(value), total.dtype)

@@ -94,10 +94,10 @@ def _launch_place(*given: Any) -> None:
 
 
 def _launch_write(*given: Any) -> None:
-    target, size, state, above, equal, positions, own, values, *rest = given
+    target, size, state, above, equal, positions, values, *rest = given
     rooms, totals, sizes, room, table, num_blocks, num_segments, block, chunk = rest
     kernels.write[(num_blocks,)](
-        target, size, state, rooms, totals, sizes, above, equal, positions, own, values, table, num_blocks, num_segments,
+        target, size, state, rooms, totals, sizes, above, equal, positions, values, table, num_blocks, num_segments,
         BLOCK=block, CHUNK=chunk, ROOM=room, **_LAUNCH,
     )  # fmt: skip
 
@@ -109,10 +109,10 @@ def _launch_unscale(*given: Any) -> None:
     )
 
 
-_ENTRIES = "Tensor({}!) positions, Tensor({}!) own, Tensor({}!) values"
+_ENTRIES = "Tensor({}!) positions, Tensor({}!) values"
 _add_up = operator(
     "topk_add_up(Tensor(a!) bucket, Tensor source, Tensor(b!) target, Tensor scale, Tensor size, Tensor(c!) state, "
-    f"Tensor(d!) counts, {_ENTRIES.format(*'efg')}, {_BLOCKS})",
+    f"Tensor(d!) counts, {_ENTRIES.format(*'ef')}, {_BLOCKS})",
     _launch_add_up,
 )
 _find = operator(
@@ -134,7 +134,7 @@ _place = operator(
 )
 _write = operator(
     "topk_write(Tensor(a!) target, Tensor size, Tensor state, Tensor above, Tensor equal, "
-    f"{_ENTRIES.format(*'bcd')}, {_roomy()}, {_BLOCKS})",
+    f"{_ENTRIES.format(*'bc')}, {_roomy()}, {_BLOCKS})",
     _launch_write,
 )
 _unscale = operator(f"topk_unscale(Tensor(a!) target, Tensor scale, {_BLOCKS})", _launch_unscale)
@@ -195,7 +195,7 @@ class TritonSelection:
     def _select(self, operands: Operands, table: Table, entries: Entries) -> None:
         bucket, source, target = operands.bucket, operands.source, operands.target
         scale, size = operands.scale, operands.size
-        of_entries = entries.positions, entries.own, entries.values
+        of_entries = entries.positions, entries.values
         num_segments, state = len(table.segments), table.state.clone()
         rooms = self._rooms_for(target, table)
         counts = rooms.counts[: num_segments * _WIDTH]

@@ -21,12 +21,10 @@ class Entries:
 
     Attributes:
         positions: int32 ``[entries]``, in the bucket.
-        own: int64 ``[entries]``, in the parameter.
         values: ``[entries]``, dtype of the bucket.
     """
 
     positions: torch.Tensor
-    own: torch.Tensor
     values: torch.Tensor
 
     @classmethod
@@ -34,7 +32,6 @@ class Entries:
         """Make room for so many."""
         return cls(
             torch.empty(count, dtype=torch.int32, device=device),
-            torch.empty(count, dtype=torch.int64, device=device),
             torch.empty(count, dtype=dtype, device=device),
         )
 
@@ -129,7 +126,6 @@ class TorchSelection:
             )
         own = chosen - begun[of_entry]
         entries.positions.copy_(own + starts[of_entry])
-        entries.own.copy_(own)
         entries.values.copy_(values.float() / operands.size)
 
 

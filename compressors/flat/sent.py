@@ -5,7 +5,7 @@ All of it stays on the device until the commit asks for it: no optimizer step wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -49,7 +49,7 @@ class Places:
     """Parts of a bucket, in the order of their entries.
 
     Attributes:
-        parts: Those that have entries.
+        parts: Of parameters that have elements.
         device: Where the bucket is.
     """
 
@@ -57,20 +57,18 @@ class Places:
     device: torch.device
 
     @classmethod
-    def of(
-        cls,
-        starts: Mapping[int, int],
-        lengths: Mapping[int, int],
-        counts: Mapping[int, int],
-        device: torch.device,
-    ) -> Places:
-        """Number the entries of some parameters; each argument by layout index, in the order of ``counts``."""
+    def of(cls, rows: Iterable[tuple[int, int, int, int]], device: torch.device) -> Places:
+        """Number the entries of some parameters: layout index, place in the bucket, length, and entries of each."""
         parts, first = [], 0
-        for i, count in counts.items():
-            if count:
-                parts.append(Place(i, starts[i], lengths[i], first, count))
+        for parameter, start, length, count in rows:
+            parts.append(Place(parameter, start, length, first, count))
             first += count
         return cls(tuple(parts), device)
+
+    @property
+    def count(self) -> int:
+        """Entries of all."""
+        return self.parts[-1].first + self.parts[-1].count if self.parts else 0
 
     @cached_property
     def partial(self) -> tuple[Place, ...]:
@@ -206,6 +204,25 @@ def _patterns(values: torch.Tensor) -> torch.Tensor:
 _Of = tuple[int, int]
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What was read in a step.
+
+    Attributes:
+        known: Layout index -> factors that are known of it.
+        passes: Layout index -> backward passes that had exchanged entries of it when an optimizer consumed it.
+        whole: What a rank stores of parameters that were exchanged whole: its ranges.
+        flags: Whose ranges were searched for what no rank sent, and what was found.
+        copies: What a rank stores of gradients that were searched in vain before.
+    """
+
+    known: dict[int, Known] = field(default_factory=dict)
+    passes: dict[int, list[tuple[Sent, Place]]] = field(default_factory=dict)
+    whole: dict[_Of, torch.Tensor] = field(default_factory=dict)
+    flags: list[tuple[list[_Of], torch.Tensor]] = field(default_factory=list)
+    copies: dict[_Of, torch.Tensor] = field(default_factory=dict)
+
+
 class Taken:
     """What the optimizers of a step consume, as the ranks store it whose payloads are made here.
 
@@ -235,22 +252,14 @@ class Taken:
         self.sent: list[Sent] = []
         self.strange: list[int] = []
         self.has_missed = False
-        self._known: dict[int, Known] = {}
-        #: Layout index -> backward passes that had exchanged entries of it when an optimizer consumed it.
-        self._passes: dict[int, list[tuple[Sent, Place]]] = {}
-        #: What a rank stores of parameters that were exchanged whole: its ranges.
-        self._whole: dict[_Of, torch.Tensor] = {}
-        self._flags: list[tuple[list[_Of], torch.Tensor]] = []
-        self._copies: dict[_Of, torch.Tensor] = {}
+        self._step = _Step()
         self._suspects: set[_Of] = set()
         self._arrived: dict[int, StoredEntries] | None = None
 
     def begin(self) -> None:
         """Forget the last step, but for what was strange in it."""
         self.sent, self.strange, self.has_missed = [], [], False
-        self._known, self._passes, self._whole = {}, {}, {}
-        self._flags, self._copies = [], {}
-        self._arrived = None
+        self._step, self._arrived = _Step(), None
 
     def consume(
         self, gradients: Mapping[int, torch.Tensor], factors: Known, *, searches: bool
@@ -263,7 +272,7 @@ class Taken:
             searches: Whether gradients may hold what no rank sent.
         """
         self._arrived = None
-        self._known |= dict.fromkeys(gradients, factors)
+        self._step.known |= dict.fromkeys(gradients, factors)
         of_dtype: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         for i, gradient in gradients.items():
             of_dtype.setdefault(gradient.dtype, {})[i] = gradient
@@ -273,25 +282,25 @@ class Taken:
     def _read(self, gradients: Mapping[int, torch.Tensor], *, searches: bool) -> None:
         for i in gradients:
             places = ((one, one.places.of_parameter.get(i)) for one in self.sent)
-            self._passes[i] = [(one, place) for one, place in places if place is not None]
-        partial = {i for i in gradients if any(not p.is_whole for _, p in self._passes[i])}
-        sent = list(dict.fromkeys(one for i in partial for one, _ in self._passes[i]))
+            self._step.passes[i] = [(one, place) for one, place in places if place is not None]
+        partial = {i for i in gradients if any(not p.is_whole for _, p in self._step.passes[i])}
+        sent = list(dict.fromkeys(one for i in partial for one, _ in self._step.passes[i]))
         if sent:
             self._reading.read(gradients, sent)
         of_ranks = [(rank, i) for rank in self._ranks for i in gradients]
         for rank, i in of_ranks:
-            self._copies.pop((rank, i), None)  # a step may be tried again
+            self._step.copies.pop((rank, i), None)  # a step may be tried again
         searched = [of for of in of_ranks if of[1] in partial] if searches else []
         if searched:
             ranges = [(i, self._share(rank, i)) for rank, i in searched]
-            self._flags.append((searched, self._reading.strange(gradients, sent, ranges)))
+            self._step.flags.append((searched, self._reading.strange(gradients, sent, ranges)))
             for rank, i in self._suspects.intersection(searched):
-                self._copies[rank, i] = gradients[i][self._share(rank, i)].clone()
+                self._step.copies[rank, i] = gradients[i][self._share(rank, i)].clone()
         whole = [of for of in of_ranks if of[1] not in partial]
         if whole:
             parts = [gradients[i][self._share(rank, i)] for rank, i in whole]
             values = torch.cat(parts).split([part.numel() for part in parts])
-            self._whole |= dict(zip(whole, values, strict=True))
+            self._step.whole |= dict(zip(whole, values, strict=True))
 
     def _share(self, rank: int, parameter: int) -> slice:
         return slice(*share(self._layout.parameters[parameter].numel, rank, self._world_size))
@@ -304,13 +313,13 @@ class Taken:
 
     def _arrive(self) -> dict[int, StoredEntries]:
         """Copy all that the step's payloads need in one go, and make of it what the ranks store."""
-        asked: list[torch.Tensor] = [flags for _, flags in self._flags]
-        asked += self._whole.values()
+        asked: list[torch.Tensor] = [flags for _, flags in self._step.flags]
+        asked += self._step.whole.values()
         partial = [
             (rank, one, part)
             for rank in self._ranks
-            for i, passes in self._passes.items()
-            if (rank, i) not in self._whole
+            for i, passes in self._step.passes.items()
+            if (rank, i) not in self._step.whole
             for one, part in passes
         ]
         for rank, one, part in partial:
@@ -318,24 +327,24 @@ class Taken:
             asked.append(one.values[rank][part.first : part.first + part.count])
         rounded = self._rounded()
         arrived = iter(devices.fetched([*asked, *rounded.values(), *_positions(partial)]))
-        self._judge([(of, next(arrived)) for of, _ in self._flags])
-        whole = {of: next(arrived) for of in self._whole}
+        self._judge([(of, next(arrived)) for of, _ in self._step.flags])
+        whole = {of: next(arrived) for of in self._step.whole}
         entries_of: dict[_Of, list[Entries]] = {}
         of_parts = [next(arrived) for _ in partial]
         narrow = {of: next(arrived) for of in rounded}
         for (rank, _, part), values, own in zip(partial, of_parts, arrived, strict=True):
             entries_of.setdefault((rank, part.parameter), []).append((own, values))
-        numbers = {known: read(known) for known in {self._known[i] for _, i in narrow}}
+        numbers = {known: read(known) for known in {self._step.known[i] for _, i in narrow}}
         made = {rank: StoredEntries(self._layout, rank, self._world_size) for rank in self._ranks}
         for rank, stored in made.items():
-            for i in sorted(self._known):
+            for i in sorted(self._step.known):
                 entries = (
                     _united(entries_of[rank, i])
                     if (rank, i) in entries_of
                     else (_range(self._share(rank, i)), whole[rank, i])
                 )
-                stored.put(i, entries, narrow.get((rank, i)), numbers.get(self._known[i], ()))
-        for (rank, i), copy in self._copies.items():
+                stored.put(i, entries, narrow.get((rank, i)), numbers.get(self._step.known[i], ()))
+        for (rank, i), copy in self._step.copies.items():
             if (rank, i) in self._suspects:
                 made[rank].foreign[i] = copy
         return made
@@ -343,7 +352,7 @@ class Taken:
     def _rounded(self) -> dict[_Of, torch.Tensor]:
         """What entries were rounded to in the last backward pass, of which they all have to be."""
         found: dict[_Of, torch.Tensor] = {}
-        for i, passes in self._passes.items():
+        for i, passes in self._step.passes.items():
             last, part = passes[-1] if passes else (None, None)
             for rank, values in last.narrow.items() if last is not None else ():
                 assert part is not None
@@ -361,7 +370,7 @@ class Taken:
         self._suspects = {of for of, is_strange in verdicts.items() if is_strange}
         own = self._ranks[0]
         self.strange = sorted(i for rank, i in self._suspects if rank == own)
-        self.has_missed = any((own, i) not in self._copies for i in self.strange)
+        self.has_missed = any((own, i) not in self._step.copies for i in self.strange)
 
 
 def _positions(partial: Sequence[tuple[int, Sent, Place]]) -> list[torch.Tensor]:

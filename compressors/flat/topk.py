@@ -10,9 +10,8 @@ import torch.distributed as dist
 from lowdiff.compressors.changes import ChangeWarning, Known
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import Headers, Wire, assigned, gather, step_of
-from lowdiff.compressors.flat import reading_on, selection_on
-from lowdiff.compressors.flat.selection import Entries, Operands
-from lowdiff.compressors.flat.sent import Places, Sent, Taken
+from lowdiff.compressors.flat.selection import Entries, Operands, Selection
+from lowdiff.compressors.flat.sent import Place, Places, Reading, Sent, Taken
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.topk import TopK
@@ -23,10 +22,111 @@ from lowdiff.types import Layout, Payload, ResidualLayout
 
 #: Tables that are kept, beside one per parameter; a warm-up of the density makes new ones at every step.
 _MORE_TABLES = 256
+_MOST_PLACES = 1024
+
+
+class _BucketSelection:
+    """Selects from buckets, and keeps what is owed."""
+
+    def __init__(self, selection: Selection, store: ResidualStore, world_size: int) -> None:
+        self._selection = selection
+        self._store = store
+        #: Divides entries before the sum, as DDP itself averages. A tensor, because a device multiplies by the
+        #: reciprocal of a number of the host's.
+        self._size = torch.full((), float(world_size), dtype=torch.float32, device=store.device)
+        self._tables: dict[tuple[object, ...], Table] = {}
+        #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
+        self._owed = [
+            (dtype, start // dtype.itemsize)
+            for (start, _), dtype in zip(
+                ResidualLayout(store.layout).ranges,
+                (torch_dtype(spec.dtype) for spec in store.layout.parameters),
+                strict=True,
+            )
+        ]
+
+    def take(self, buffer: torch.Tensor, places: Places, entries: Entries) -> None:
+        """Select from a bucket, once for each state that its parameters are in.
+
+        Args:
+            buffer: The bucket; its gradients are zeros then.
+            places: Which entries are whose.
+            entries: Filled.
+        """
+        pairs = list(self._store.whole_pairs([part.parameter for part in places.partial]))
+        if not pairs:  # nothing of it leaves a residual
+            nothing = buffer.new_empty(0).view(torch.uint8)
+            pairs = [WholePair((), nothing, nothing)]
+        if len(pairs) == 1:
+            self._select(buffer, pairs[0], places.parts, entries)
+        else:
+            self._select_by_state(buffer, pairs, places, entries)
+        for part in places.partial:
+            self._store.written(part.parameter)
+
+    def _select_by_state(
+        self, buffer: torch.Tensor, pairs: Sequence[WholePair], places: Places, entries: Entries
+    ) -> None:
+        of_parameter: dict[int, tuple[torch.Tensor, ...]] = {}
+        for number, pair in enumerate(pairs):
+            members = {*pair.parameters}
+            parts = [
+                part
+                for part in places.parts
+                if part.parameter in members or (part.is_whole and not number)
+            ]
+            counts = [part.count for part in parts]
+            found = Entries.empty(sum(counts), buffer.dtype, buffer.device)
+            self._select(buffer, pair, parts, found)
+            split = (tensor.split(counts) for tensor in (found.positions, found.values))
+            numbers = [part.parameter for part in parts]
+            of_parameter |= dict(zip(numbers, zip(*split, strict=True), strict=True))
+        for place, target in enumerate((entries.positions, entries.values)):
+            torch.cat([of_parameter[part.parameter][place] for part in places.parts], out=target)
+
+    def _select(
+        self, buffer: torch.Tensor, pair: WholePair, parts: Sequence[Place], entries: Entries
+    ) -> None:
+        """Select from the parameters of a bucket that are in one state."""
+        dtype, first, last = self._range_of([p for p in parts if not p.is_whole], buffer.dtype)
+        known = ((part.parameter, part.start, part.count) for part in parts)
+        key = (*known, first, devices.queue_of(buffer.device))
+        table = self._tables.get(key)
+        if table is None:
+            segments = [
+                Segment(p.parameter, p.start, p.length, self._owed[p.parameter][1] - first, p.count)
+                for p in parts
+            ]
+            if len(self._tables) >= len(self._owed) + _MORE_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
+        source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
+        scale = self._store.loss_scale.on(buffer.device)
+        self._selection(Operands(buffer, source, target, scale, self._size), table, entries)
+
+    def _range_of(
+        self, parts: Sequence[Place], default: torch.dtype
+    ) -> tuple[torch.dtype, int, int]:
+        """Dtype of some parameters' residuals, and the range of a slot that they lie in."""
+        if not parts:
+            return default, 0, 0
+        begun = [self._owed[part.parameter][1] for part in parts]
+        ends = [start + part.length for start, part in zip(begun, parts, strict=True)]
+        return self._owed[parts[0].parameter][0], min(begun), max(ends)
 
 
 class FlatTopKReducer:
-    """TopK for an accelerator, bound to one run; entries and residual have the bits of `TopKReducer`."""
+    """TopK for an accelerator, bound to one run; entries and residual have the bits of `TopKReducer`.
+
+    Args:
+        compressor: Its settings.
+        layout: Of the run.
+        residual: Keeps what is not sent.
+        group: Process group of the ranks; None for a single process.
+        peers: See ``Compressor.bind``.
+        selection: Selects entries.
+        reading: Reads what optimizers consume.
+    """
 
     def __init__(
         self,
@@ -35,6 +135,9 @@ class FlatTopKReducer:
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         peers: Sequence[int] = (),
+        *,
+        selection: Selection,
+        reading: Reading,
     ) -> None:
         self._compressor = compressor
         self._group = group
@@ -42,28 +145,10 @@ class FlatTopKReducer:
         self._ranks = OfRanks(group, peers, lambda rank, _: rank)
         self._stamp = 0
         self._headers = Headers()
-        self._store = residual
-        dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
-        self._selection = selection_on(residual.device, dtypes)
-        reading = reading_on(residual.device, self._selection)
+        self._selection = _BucketSelection(selection, residual, self._world_size)
         self._taken = Taken(layout, reading, list(self._ranks), self._world_size)
         self._warning = ChangeWarning(layout)
-        #: Divides entries before the sum, as DDP itself averages. A tensor, because a device multiplies by the
-        #: reciprocal of a number of the host's.
-        self._size = torch.full(
-            (), float(self._world_size), dtype=torch.float32, device=residual.device
-        )
-        self._tables: dict[tuple[object, ...], Table] = {}
         self._places: dict[tuple[object, ...], Places] = {}
-        #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
-        self._owed = [
-            (dtype, start // dtype.itemsize)
-            for (start, _), dtype in zip(
-                ResidualLayout(residual.layout).ranges,
-                (torch_dtype(spec.dtype) for spec in residual.layout.parameters),
-                strict=True,
-            )
-        ]
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""
@@ -78,28 +163,18 @@ class FlatTopKReducer:
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        lengths = {i: g.numel() for i, g in zip(parameters, gradients, strict=True)}
-        step = step_of(self._stamp)
-        kept = {i: self._compressor.kept(n, step) for i, n in lengths.items() if n}
-        is_whole = all(k == lengths[i] for i, k in kept.items())
+        places = self._places_of(parameters, gradients, buffer)
         narrow = self._compressor.narrow
-        if is_whole and (not kept or (self._world_size == 1 and narrow is None)):
+        is_alone = self._group is None or self._world_size == 1
+        if not places.parts or (not places.partial and is_alone and narrow is None):
             return completed(buffer)  # the optimizer may consume what backward left
-        begun = int(buffer.storage_offset())
-        starts = {
-            i: int(g.storage_offset()) - begun for i, g in zip(parameters, gradients, strict=True)
-        }
-        wire = Wire.empty(sum(kept.values()), buffer.dtype, buffer.device)
-        own = torch.empty(sum(kept.values()), dtype=torch.int64, device=buffer.device)
-        self._take(buffer, starts, lengths, kept, Entries(wire.positions, own, wire.values))
-        for i, k in kept.items():
-            if k < lengths[i]:
-                self._store.written(i)
-        sent = Sent(self._places_of(starts, lengths, kept, buffer.device), [])
+        wire = Wire.empty(places.count, buffer.dtype, buffer.device)
+        self._selection.take(buffer, places, Entries(wire.positions, wire.values))
+        sent = Sent(places, [])
         self._taken.sent.append(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
-        is_clear = sum(lengths.values()) == buffer.numel()
-        if self._group is None or self._world_size == 1:
+        is_clear = sum(part.length for part in places.parts) == buffer.numel()
+        if self._group is None or is_alone:
             cleared = buffer if is_clear else buffer.zero_()
             done = completed(assigned(cleared, wire.positions, wire.values, sent.seen))
         else:
@@ -135,93 +210,21 @@ class FlatTopKReducer:
         return self._taken.has_missed
 
     def _places_of(
-        self,
-        starts: dict[int, int],
-        lengths: dict[int, int],
-        kept: dict[int, int],
-        device: torch.device,
+        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> Places:
-        key = (*((i, starts[i], k) for i, k in kept.items()), devices.queue_of(device))
+        """Return which entries of a bucket are whose in this step; none of empty parameters."""
+        begun, step = int(buffer.storage_offset()), step_of(self._stamp)
+        rows = [
+            (i, int(g.storage_offset()) - begun, n, self._compressor.kept(n, step))
+            for i, g in zip(parameters, gradients, strict=True)
+            if (n := g.numel())
+        ]
+        key = (*rows, devices.queue_of(buffer.device))
         if key not in self._places:
-            if len(self._places) >= len(self._owed) + _MORE_TABLES:
+            if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
-            self._places[key] = Places.of(starts, lengths, kept, device)
+            self._places[key] = Places.of(rows, buffer.device)
         return self._places[key]
-
-    def _take(
-        self,
-        buffer: torch.Tensor,
-        starts: dict[int, int],
-        lengths: dict[int, int],
-        kept: dict[int, int],
-        entries: Entries,
-    ) -> None:
-        """Select from a bucket, once for each state that its parameters are in.
-
-        Args:
-            buffer: The bucket; its gradients are zeros then.
-            starts: Layout index -> place in the bucket.
-            lengths: Layout index -> number of elements.
-            kept: Layout index -> entries to send, of those that have elements.
-            entries: Filled.
-        """
-        left = [i for i, k in kept.items() if k < lengths[i]]
-        pairs = list(self._store.whole_pairs(left))
-        if not pairs:  # nothing of it leaves a residual
-            nothing = buffer.new_empty(0).view(torch.uint8)
-            pairs = [WholePair((), nothing, nothing)]
-        sent_whole = [i for i, k in kept.items() if k == lengths[i]]
-        if len(pairs) == 1:
-            self._select(buffer, pairs[0], list(kept), starts, lengths, kept, entries)
-            return
-        parts: dict[int, tuple[torch.Tensor, ...]] = {}
-        for number, pair in enumerate(pairs):
-            members = {*pair.parameters, *(() if number else sent_whole)}
-            ordered = [i for i in kept if i in members]
-            counts = [kept[i] for i in ordered]
-            found = Entries.empty(sum(counts), buffer.dtype, buffer.device)
-            self._select(buffer, pair, ordered, starts, lengths, kept, found)
-            split = (tensor.split(counts) for tensor in (found.positions, found.own, found.values))
-            parts |= dict(zip(ordered, zip(*split, strict=True), strict=True))
-        for place, target in enumerate((entries.positions, entries.own, entries.values)):
-            torch.cat([parts[i][place] for i in kept], out=target)
-
-    def _select(
-        self,
-        buffer: torch.Tensor,
-        pair: WholePair,
-        parameters: Sequence[int],
-        starts: dict[int, int],
-        lengths: dict[int, int],
-        kept: dict[int, int],
-        entries: Entries,
-    ) -> None:
-        """Select from the parameters of a bucket that are in one state."""
-        known = [(i, starts[i], kept[i]) for i in parameters]
-        dtype, first, last = self._range_of(pair.parameters, lengths, buffer.dtype)
-        key = (*known, first, devices.queue_of(buffer.device))
-        table = self._tables.get(key)
-        if table is None:
-            segments = [
-                Segment(i, start, lengths[i], self._owed[i][1] - first, k) for i, start, k in known
-            ]
-            if len(self._tables) >= len(self._owed) + _MORE_TABLES:
-                self._tables.clear()
-            table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
-        source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
-        scale = self._store.loss_scale.on(buffer.device)
-        operands = Operands(buffer, source, target, scale, self._size)
-        self._selection(operands, table, entries)
-
-    def _range_of(
-        self, parameters: Sequence[int], lengths: dict[int, int], default: torch.dtype
-    ) -> tuple[torch.dtype, int, int]:
-        """Dtype of some parameters' residuals, and the range of a slot that they lie in."""
-        if not parameters:
-            return default, 0, 0
-        dtype = self._owed[parameters[0]][0]
-        ends = [self._owed[i][1] + lengths[i] for i in parameters]
-        return dtype, min(self._owed[i][1] for i in parameters), max(ends)
 
 
 def _rounding(

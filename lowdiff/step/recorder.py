@@ -19,9 +19,10 @@ from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
-from lowdiff.step.gradients import Gradients, Scaling, Verdict
+from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Sealed, State, Step
+from lowdiff.step.verdict import Verdict
 from lowdiff.types import Differential, OptimizerStep, Payload
 
 
@@ -83,8 +84,6 @@ class Recorder:
             mode=watches,
         )
         self.step = Step(-1, 0)
-        #: Optimizer -> a scaler's verdict of the step under way that the host has not read.
-        self._late: dict[int, Verdict] = {}
 
     def base(self, step: int) -> Sealed:
         """Describe the state that an incarnation starts from, as if a step had just led to it."""
@@ -108,7 +107,6 @@ class Recorder:
     def begin(self, step: int) -> None:
         """Open the step that leads to state ``step``."""
         self.step = Step(step, len(self._live.attached.optimizers))
-        self._late.clear()
         self.proofs.begin()
         self.reducer.begin(stamp_of(self._live.incarnation, step))
 
@@ -170,9 +168,9 @@ class Recorder:
         verdict = Verdict.of(optimizer, waits=self.proofs.copies(index))
         done = OptimizerStep(stepped=True, consumed=copied(hyper_parameters(optimizer)))
         absent = self._gradients.consume(index, step.number, verdict)
-        self._late.pop(index, None)  # a step may be tried again
+        step.late.pop(index, None)  # a step may be tried again
         if verdict.is_late:
-            self._late[index] = verdict
+            step.late[index] = verdict
         else:
             done = self._judged(index, done, verdict)
         step.consume(index, done, absent)
@@ -233,7 +231,7 @@ class Recorder:
 
     def _read(self, items: dict[str, bytes], *, follows_snapshot: bool) -> Sealed:
         step, live = self.step, self._live
-        for index, verdict in self._late.items():
+        for index, verdict in step.late.items():
             step.consumed[index] = self._judged(index, step.consumed[index], verdict)
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]

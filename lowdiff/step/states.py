@@ -24,6 +24,7 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from lowdiff.errors import UsageError
+from lowdiff.step.verdict import Verdict
 from lowdiff.types import AverageStep, Differential, EarlierStep, OptimizerStep, Payload, Written
 
 #: Hyper-parameters of one optimizer: its groups without their parameters.
@@ -124,6 +125,7 @@ class Step:
         number: The step that it leads to.
         state: How far it is.
         consumed: Optimizer -> what it consumed in the current call.
+        late: Optimizer -> a scaler's verdict that the host has not read.
         absent: Layout indices of parameters without a gradient when their optimizer stepped.
         earlier: Optimizer calls that others followed.
         changes: What else changed the training.
@@ -134,6 +136,7 @@ class Step:
         self.number = number
         self.state = State.OPEN
         self.consumed: dict[int, OptimizerStep] = {}
+        self.late: dict[int, Verdict] = {}
         self.absent: set[int] = set()
         self.earlier: tuple[EarlierStep, ...] = ()
         self.changes: set[Change] = set()

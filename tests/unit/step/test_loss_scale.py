@@ -7,7 +7,7 @@ shows in the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +68,10 @@ class Life:
 def as_late() -> Iterator[None]:
     """Inside, what a scaler says is read as from an accelerator."""
     unread = SimpleNamespace(may_look=lambda _: False)
-    with testing.whole_buckets(), mock.patch("lowdiff.step.gradients.devices", unread):
+    with ExitStack() as patched:
+        patched.enter_context(testing.whole_buckets())
+        for module in ("gradients", "verdict"):
+            patched.enter_context(mock.patch(f"lowdiff.step.{module}.devices", unread))
         yield
 
 

@@ -43,7 +43,7 @@ _INTEGERS = (
     "strange",
     "differs",
 )
-_LONG = ("own", "table", "tiles", "addresses")
+_LONG = ("table", "tiles", "addresses")
 #: Of PowerSGD's factors and their like.
 _WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale", "size", "by")
 _KINDS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}

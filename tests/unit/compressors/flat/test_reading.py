@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.flat.sent import Places, Sent
+from lowdiff.compressors.flat.topk import FlatTopKReducer
 from lowdiff.core.layout import INT_OF_BYTES, layout_of
 from tests.contract.compressors import decoded
 from tests.unit.compressors.flat.test_selection import WAYS, Ways
@@ -54,7 +54,9 @@ def test_entries_are_read_and_strange_ones_noticed(
             for i, chosen in drawn.items():
                 exchanged[i].update(chosen.tolist())
         seen = list(torch.cat(rows).chunk(ranks))
-        sent.append(Sent(Places.of(starts, lengths, counts, CPU), seen))
+        sent.append(
+            Sent(Places.of([(i, starts[i], lengths[i], counts[i]) for i in lengths], CPU), seen)
+        )
     is_odd = {i: bool(torch.rand((), generator=draw) < 0.3) for i in gradients}
     for i, gradient in gradients.items():
         for place in exchanged[i]:
@@ -109,10 +111,12 @@ class Run:
         )
         self.compressor = TopK(0.02, dense_below=0)
         self.residual = RotatingResidual.zeros(self.compressor.residual_layout(self.layout), CPU)
-        with testing.whole_buckets():
-            reducer: Any = self.compressor.bind(self.layout, self.residual, group)
-        reducer._selection, reducer._taken._reading = ways
-        self.reducer = reducer
+        selection, reading = ways
+        self.reducer = FlatTopKReducer(
+            *(self.compressor, self.layout, self.residual, group),
+            selection=selection,
+            reading=reading,
+        )
         self.step = 0
 
     def train(self, *, odd: bool = False, factor: float = 1.0) -> tuple[bool, bool]:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
@@ -172,10 +171,10 @@ def history(case: Case, ways: Ways | None) -> list[Any]:
     if ways is None:
         reducer: Any = compressor.bind(layout, residual, None)
     else:
-        with testing.whole_buckets():
-            reducer = compressor.bind(layout, residual, None)
-        assert isinstance(reducer, FlatTopKReducer)
-        reducer._selection, reducer._taken._reading = ways
+        selection, reading = ways
+        reducer = FlatTopKReducer(
+            compressor, layout, residual, None, selection=selection, reading=reading
+        )
     step = 1
     found: list[Any] = []
     reducer.begin(stamp_of(0, step))
