@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
+from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
 from lowdiff.protocols import Compressor
 from tests.contract.compressors import FAMILY
@@ -83,3 +85,49 @@ def test_clipping_needs_an_attached_run(tmp_path: Path) -> None:
     checkpointer = lowdiff.Checkpointer(tmp_path / "run", compressor=FAMILY["topk"])
     with pytest.raises(UsageError, match="call attach"):
         checkpointer.clip_grad_norm_([torch.nn.Parameter(torch.zeros(3))], 1.0)
+
+
+def train_with_noise(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A pool's job: noise in three steps, over whole buckets; which steps took a snapshot, and bits of all compared."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(40, 90, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    live: list[torch.Tensor] = []
+    with (
+        testing.whole_buckets(),
+        lowdiff.Checkpointer(
+            f"{folder}/run",
+            compressor=TopK(0.05, dense_below=64),
+            staging=f"{folder}/staging",
+            retention=None,
+            snapshot_every=100,
+        ) as checkpointer,
+    ):
+        checkpointer.attach(model, optimizer)
+        for step in checkpointer.steps(9):
+            optimizer.zero_grad()
+            model(batch(step, rank, 16, 40)).square().mean().backward()
+            gradient = model.module.weight.grad
+            assert gradient is not None
+            if step in (2, 3, 4):
+                gradient.add_(torch.randn(90, 40, generator=torch.Generator().manual_seed(step)))
+            if step == 6:
+                gradient.mul_(torch.nan).nan_to_num_(0.25)
+            optimizer.step()
+            live.append(model.module.weight.detach().clone())
+    own = [Path(folder) / "run", Path(folder) / "staging"]
+    states = [lowdiff.recover(own[0], step, staging=own[1]) for step in range(1, 10)]
+    for number, state in enumerate(states):
+        assert torch.equal(state.model_state_dict()["weight"], live[number]), number + 1
+    return [state.base_step == state.step for state in states]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_noise_over_whole_buckets_costs_its_first_step_a_snapshot(
+    pool: Pool, tmp_path: Path, world_size: int
+) -> None:
+    found = pool.run(train_with_noise, world_size, str(tmp_path))
+    # Step 3 is the first with noise; step 7's is another one.
+    assert [[i + 1 for i, took in enumerate(own) if took] for own in found] == [
+        [3, 7, 9]
+    ] * world_size  # close() takes the last
