@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,3 +126,14 @@ class Loop:
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the model's state."""
         return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+@contextmanager
+def as_late() -> Iterator[None]:
+    """Inside, what a scaler says is read as from an accelerator."""
+    unread = SimpleNamespace(may_look=lambda _: False)
+    with ExitStack() as patched:
+        patched.enter_context(testing.whole_buckets())
+        for module in ("gradients", "verdict"):
+            patched.enter_context(mock.patch(f"lowdiff.step.{module}.devices", unread))
+        yield

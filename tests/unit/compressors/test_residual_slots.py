@@ -1,9 +1,11 @@
-"""Residual slots as a small model: every interleaving of the ranks, and a crash after every event.
+"""Residual slots as small models: every interleaving, and a crash after every event.
 
 A rank's program for step ``t``: write the residual of ``t`` into the next slot (begin, end), send
 its gradient, wait until everybody sent theirs, stage the record of ``t``. Where staging lags, as it
 may on CUDA, the record of ``t`` is staged only after the gradient of ``t + 1`` was sent. Where the
 residual depends on the average, as with PowerSGD, its writing ends only after everybody sent.
+
+Of a residual on an accelerator only copies survive, at every step at most; what is copied may be two steps behind.
 """
 
 from __future__ import annotations
@@ -101,3 +103,59 @@ def test_two_slots_would_lose_some() -> None:
 def test_where_staging_lags_a_step_it_takes_four(world_size: int) -> None:
     assert lost_residuals(world_size, 3, lag=1) > 0
     assert lost_residuals(world_size, 4, lag=1) == 0
+
+
+def copying_program(every: int, steps: int) -> list[list[tuple[str, int]]]:
+    """What the training queues, and what is copied and staged behind it; each in its order."""
+    training: list[tuple[str, int]] = []
+    copying: list[tuple[str, int]] = []
+    for t in range(1, steps + 1):
+        training += [("write", t), ("commit", t)]
+        copying += [("copied", t), ("stage", t)] if t % every == 0 else [("stage", t)]
+    return [training, copying]
+
+
+def torn_or_lost(num_slots: int, num_copies: int, lag: int, every: int, steps: int = 9) -> int:
+    """Number of reachable states in which a copy reads what is overwritten, or a staged record's copy is gone."""
+    training, copying = copying_program(every, steps)
+    nothing: tuple[int | None, ...] = (None,) * num_copies
+    start = (0, 0, (0,) * num_slots, nothing)
+    seen, waiting, wrong = {start}, [start], 0
+    while waiting:
+        trained, copied, device, copies = waiting.pop()
+        staged = sum(kind == "stage" for kind, _ in copying[:copied])
+        committed = sum(kind == "commit" for kind, _ in training[:trained])
+        last = staged - staged % every
+        wrong += last > 0 and copies[last // every % num_copies] != last
+        following = []
+        if trained < len(training):
+            kind, t = training[trained]
+            # A step whose staging is late waits for the one before the last two.
+            if kind != "write" or t - 1 - staged <= lag:
+                slots = list(device)
+                if kind == "write":
+                    slots[t % num_slots] = t
+                following.append((trained + 1, copied, tuple(slots), copies))
+        if copied < len(copying):
+            kind, t = copying[copied]
+            if t <= committed:
+                made: list[int | None] = list(copies)
+                if kind == "copied":
+                    wrong += device[t % num_slots] != t
+                    made[t // every % num_copies] = t
+                following.append((trained, copied + 1, device, tuple(made)))
+        for state in following:
+            if state not in seen:
+                seen.add(state)
+                waiting.append(state)
+    return wrong
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_three_slots_on_a_device_are_enough_for_copies_up_to_two_steps_late(every: int) -> None:
+    assert torn_or_lost(NUM_SLOTS, NUM_SLOTS, lag=2, every=every) == 0
+
+
+def test_two_slots_or_a_third_late_step_are_not() -> None:
+    assert torn_or_lost(2, NUM_SLOTS, lag=2, every=1) > 0
+    assert torn_or_lost(NUM_SLOTS, NUM_SLOTS, lag=3, every=1) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,20 @@ import torch
 
 import lowdiff
 from lowdiff.persistence.format.values import same
-from tests.unit.loops import Loop
+from tests.unit.loops import Loop, as_late
 
 KINDS: list[Any] = [
     torch.optim.AdamW,
     lambda p, lr, fused: torch.optim.SGD(p, lr=lr, momentum=0.9, fused=fused),
     torch.optim.Adagrad,
 ]
+
+
+@pytest.fixture(params=["at once", "late"])
+def verdict(request: pytest.FixtureRequest) -> Iterator[None]:
+    """When the host reads what a scaler says."""
+    with as_late() if request.param == "late" else nullcontext():
+        yield
 
 
 def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool = False) -> Any:
@@ -48,7 +57,7 @@ def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool
     ],
 )
 def test_a_run_goes_on_with_the_kernel_it_began_with(
-    tmp_path: Path, kind: Any, fused: bool | None
+    tmp_path: Path, kind: Any, fused: bool | None, verdict: None
 ) -> None:
     expected = train(tmp_path / "whole", 7, kind, fused=fused)
     train(tmp_path / "killed", 3, kind, fused=fused, dies=True)
@@ -73,7 +82,7 @@ def test_a_scale_ends_with_the_scaler(tmp_path: Path) -> None:
 
 
 def test_momentum_that_a_skipped_first_step_never_wrote_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: None
 ) -> None:
     # torch keeps memory that nobody has written; here it holds something else each time.
     made = iter(range(1, 1000))

@@ -6,13 +6,11 @@ shows in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from lowdiff.compressors import CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.protocols import Compressor
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
+from tests.unit.loops import as_late
 
 COMPRESSORS: dict[str, Compressor] = {
     "topk": TopK(0.1, dense_below=64),
@@ -62,17 +61,6 @@ class Life:
     early_commit: bool = False
     dies: bool = False
     late: bool = False
-
-
-@contextmanager
-def as_late() -> Iterator[None]:
-    """Inside, what a scaler says is read as from an accelerator."""
-    unread = SimpleNamespace(may_look=lambda _: False)
-    with ExitStack() as patched:
-        patched.enter_context(testing.whole_buckets())
-        for module in ("gradients", "verdict"):
-            patched.enter_context(mock.patch(f"lowdiff.step.{module}.devices", unread))
-        yield
 
 
 def train(
