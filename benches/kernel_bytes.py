@@ -103,7 +103,7 @@ def main() -> None:
         left, used = products.project(bucket, owed, owed, scale, last, matrices, _RANK)
         factors, right = products.back(owed, left, used, matrices, _RANK)
         products.update(bucket, owed, scale, last, last, factors, right, matrices, _RANK)
-        whole = torch.tensor([[bucket.data_ptr()], [0], [_ELEMENTS]])
+        whole = torch.tensor([bucket.data_ptr()])
         products.compare(whole, factors, torch.empty(0), bucket.dtype, matrices, _RANK)
     json.dump({name: count / _ELEMENTS for name, count in found.items()}, sys.stdout)
 

@@ -118,6 +118,7 @@ class Consumed:
 
     def put(self, parameter: int, factors: Factors) -> None:
         """Store that a representation was consumed, multiplied by some factors; the caller has compared."""
+        self._whole.pop(parameter, None)  # a step may be tried again
         self._represented.add(parameter)
         self._factors[parameter] = factors
 
@@ -125,6 +126,7 @@ class Consumed:
         self, parameter: int, values: torch.Tensor, *, has_representation: bool = False
     ) -> None:
         """Store what was consumed in this rank's range, flat; see `parameters` for a representation beside it."""
+        self._factors.pop(parameter, None)
         self._whole[parameter] = values
         if has_representation:
             self._represented.add(parameter)

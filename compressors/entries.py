@@ -92,13 +92,14 @@ class StoredEntries:
                 if whole is not None and not bool(values.isfinite().all()):
                     fresh[i] = (torch.arange(whole.numel(), device=whole.device), whole.clone())
                     strange.add(i)
+        numbers = read(factors) if self._narrow else ()
         for i, (own, values) in fresh.items():
             # A step may be tried again behind one that was broken off.
             self._consumed_narrow.pop(i, None)
             self._factors.pop(i, None)
             narrow = self._narrow.get(i)
             if narrow is not None and narrow.numel() == values.numel():
-                self._keep_narrow(i, (own, narrow), values, read(factors))
+                self._keep_narrow(i, (own, narrow), values, numbers)
         self._consumed |= fresh
         return strange
 

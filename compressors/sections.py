@@ -104,6 +104,28 @@ def shared_parts(
     return everyone
 
 
+def missed_section(parameters: Sequence[int]) -> list[Section]:
+    """Return the section that says which gradients a payload lacks, by layout index; [] for none."""
+    own = numbers(sorted(parameters))
+    return [Section("missed/parameters", "ascending", own)] if parameters else []
+
+
+def refuse_missed(payloads: Sequence[Payload], layout: Layout) -> None:
+    """Refuse payloads that lack what an optimizer consumed.
+
+    All ranks that train the parameter say so, and the step is none to be replayed; of a sharded one others may not.
+
+    Raises:
+        ReplayMismatch: If there is one.
+    """
+    for rank, payload in enumerate(payloads):
+        for i in listed("missed", payload, layout):
+            raise ReplayMismatch(
+                f"rank {rank} did not store the gradient of {layout.parameters[i].name!r}, which was changed on an "
+                "accelerator between its exchange and the optimizer"
+            )
+
+
 def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:
     """Return the factors that parameters were multiplied by after their exchange; [] for none.
 

@@ -24,7 +24,7 @@ from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, shares_in
 from lowdiff.compressors.of_ranks import OfRanks
-from lowdiff.compressors.sections import factors_of, floats, shared_parts
+from lowdiff.compressors.sections import factors_of, floats, refuse_missed, shared_parts
 from lowdiff.compressors.settings import SparseSettings
 from lowdiff.core import devices
 from lowdiff.core.layout import INT_OF_BYTES
@@ -253,6 +253,7 @@ class IndexedDecoder:
         layout: Layout,
         value_dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_missed(payloads, layout)
         self._layout = layout
         self._value_dtype = value_dtype
         self._full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}

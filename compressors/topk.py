@@ -113,7 +113,7 @@ class TopK(SparseSettings):
             from lowdiff.compressors.flat.topk import FlatTopKReducer  # it imports this module
 
             selection = selection_on(residual.device, dtypes)
-            reading = reading_on(residual.device, selection)
+            reading = reading_on(residual.device, selection, dtypes)
             return FlatTopKReducer(
                 self, layout, residual, group, peers, selection=selection, reading=reading
             )

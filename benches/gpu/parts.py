@@ -126,7 +126,7 @@ def of_bits(bench: Bench) -> Figures:
         compressor = TopK(DENSITY, dense_below=64)
         ranks = bound_twice(compressor, layout, bench.device)
         selection = selection_on(bench.device, {dtype})
-        reading = reading_on(bench.device, selection)
+        reading = reading_on(bench.device, selection, {dtype})
         selections |= {type(selection).__name__, type(reading).__name__}
         for step, scale in ((1, 1.0), (2, 1.0), (3, 1024.0), (4, 3.7)):
             drawn = torch.Generator().manual_seed(bench.seed + step)

@@ -51,10 +51,17 @@ def selection_on(device: torch.device, dtypes: Collection[torch.dtype]) -> Selec
     return plain
 
 
-def reading_on(device: torch.device, selection: Selection) -> Reading:
+def reading_on(
+    device: torch.device, selection: Selection, dtypes: Collection[torch.dtype]
+) -> Reading:
     """Return what reads consumed gradients: Triton's kernels where these select.
 
     They are tried as well, on a bucket of two parameters.
+
+    Args:
+        device: Where buckets are.
+        selection: Selects from them.
+        dtypes: Of these.
     """
     if isinstance(selection, TorchSelection):
         return TorchReading()
@@ -62,7 +69,7 @@ def reading_on(device: torch.device, selection: Selection) -> Reading:
         from lowdiff.compressors.flat.reading import TritonReading
 
         found = TritonReading()
-        if _reads_alike(found, TorchReading(), device):
+        if all(_reads_alike(found, TorchReading(), device, dtype) for dtype in DTYPES & {*dtypes}):
             return found
         why = "Triton's kernels do not read what PyTorch's operations read"
     except Exception as error:  # noqa: BLE001  a compiler raises what it likes
@@ -170,7 +177,9 @@ def _are_alike(
     return all(torch.equal(*(t.view(torch.uint8) for t in pair)) for pair in pairs)
 
 
-def _reads_alike(kernels: Reading, plain: Reading, device: torch.device) -> bool:
+def _reads_alike(
+    kernels: Reading, plain: Reading, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether two readings find the same in a small bucket, and leave it as it was."""
     length = 30_000
     places = Places.of([(0, 0, length, 5000), (1, length, length, 8)], device)
@@ -181,12 +190,12 @@ def _reads_alike(kernels: Reading, plain: Reading, device: torch.device) -> bool
     seen = list(positions.int().to(device).repeat(2).chunk(2))
     found = []
     for reading in (kernels, plain):
-        parts = dict(enumerate(bucket.to(device).split(length)))
+        parts = dict(enumerate(bucket.to(device, dtype).split(length)))
         sent = [Sent(places, seen)]
         reading.read(parts, sent)
-        strange = reading.strange(parts, sent, [(0, slice(5, length)), (1, slice(0, length))])
+        strange = reading.strange(parts, sent, [0, 1])
         assert sent[0].values is not None
         found.append(
-            [sent[0].values, strange, *(part.view(torch.int32) for part in parts.values())]
+            [sent[0].values, strange, *(part.view(torch.uint8) for part in parts.values())]
         )
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -9,16 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from lowdiff.compressors.changes import Factors, Known, likeliest_factor
-from lowdiff.compressors.flat.matrices import Matrices, Matrix
+from lowdiff.compressors.changes import Known, likeliest_factor
+from lowdiff.compressors.flat.matrices import Matrices
 from lowdiff.compressors.flat.matrix_operators import Products
 from lowdiff.compressors.represented import Represented
 from lowdiff.core import devices
 
-#: Entries from which an unknown factor is found.
-_SAMPLES = 4096
-#: A rank's place among those whose payloads are made, and the layout index of a parameter.
-_Of = tuple[int, int]
+#: Entries from which an unknown factor is found, and the gradients that they are from: one may be all zeros.
+_SAMPLES, _SAMPLED = 4096, 4
 _Made = Sequence[tuple[Matrices, torch.Tensor]]
 
 
@@ -27,7 +25,7 @@ class Compared:
 
     After one that is not, an unknown factor is looked for in every step, behind the known ones, as that of PyTorch's own
     clipping; and that gradient is copied in the next step, before its optimizer consumes it, in case it is not explained
-    then either.
+    then either. Each rank compares all of a gradient, so all of them come to the same.
 
     Args:
         products: Compare.
@@ -45,14 +43,16 @@ class Compared:
         self._rank = rank
         self._stored = tuple(stored)
         self._looks_for_factor = False
-        self._suspects: set[_Of] = set()
+        self._suspects: set[int] = set()
         self.begin()
 
     def begin(self) -> None:
         """Forget the last step, but for what was not explained in it."""
         self.has_missed = False
-        self._asked: list[tuple[list[_Of], torch.Tensor, torch.Tensor]] = []
-        self._copies: dict[_Of, torch.Tensor] = {}
+        #: Layout indices, whether each differs, and by what it was multiplied.
+        self._asked: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
+        #: Layout index -> the ranges that ranks store, in the order of ``stored``.
+        self._copies: dict[int, list[torch.Tensor]] = {}
 
     def consume(self, gradients: Mapping[int, torch.Tensor], made: _Made, factors: Known) -> None:
         """Compare what an optimizer is about to consume.
@@ -62,35 +62,44 @@ class Compared:
             made: Factors of the step, in the order in which they were made.
             factors: See ``Reducer.consume``.
         """
-        latest = {
+        of_parameter = {
             m.parameter: place for place, (table, _) in enumerate(made) for m in table.matrices
         }
-        used = {i: latest[i] for i in gradients if i in latest}
-        if used:
-            by = self._factors(gradients, made, used, factors)
-            for place in sorted({*used.values()}):
-                own = [i for i in used if used[i] == place]
-                self._compare({i: gradients[i] for i in own}, *made[place], by)
-        for number, stored in enumerate(self._stored):
-            for i in used:
-                self._copies.pop((number, i), None)  # a step may be tried again
-                if (number, i) in self._suspects:
-                    self._copies[number, i] = gradients[i][stored.consumed.share(i)].clone()
-        plain = [(stored, i) for stored in self._stored for i in gradients if i not in used]
-        of_dtype: dict[torch.dtype, list[tuple[Represented[torch.Tensor], int]]] = {}
-        for stored, i in plain:
-            of_dtype.setdefault(gradients[i].dtype, []).append((stored, i))
-        for members in of_dtype.values():
-            parts = [gradients[i][stored.consumed.share(i)] for stored, i in members]
-            copied = torch.cat(parts).split([part.numel() for part in parts])
-            for (stored, i), values in zip(members, copied, strict=True):
+        latest = {i: of_parameter[i] for i in gradients if i in of_parameter}
+        if latest:
+            by = self._factors(gradients, made, latest, factors)
+            for place in sorted({*latest.values()}):
+                own = {i: gradients[i] for i in latest if latest[i] == place}
+                self._asked.append(self._compare(own, *made[place], by))
+        for i in latest:
+            self._copies.pop(i, None)  # a step may be tried again
+        suspects = [i for i in latest if i in self._suspects]
+        self._copies |= {i: list(own) for i, own in self._ranges(gradients, suspects).items()}
+        plain = [i for i in gradients if i not in latest]
+        for i, ranges in self._ranges(gradients, plain).items():
+            for stored, values in zip(self._stored, ranges, strict=True):
                 stored.consumed.put_whole(i, values)
+
+    def _ranges(
+        self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[int]
+    ) -> dict[int, Sequence[torch.Tensor]]:
+        """Copy what ranks store of some gradients: as many launches as dtypes."""
+        of_dtype: dict[torch.dtype, list[int]] = {}
+        for i in parameters:
+            of_dtype.setdefault(gradients[i].dtype, []).append(i)
+        found: dict[int, Sequence[torch.Tensor]] = {}
+        count = len(self._stored)
+        for members in of_dtype.values():
+            parts = [gradients[i][s.consumed.share(i)] for i in members for s in self._stored]
+            copied = torch.cat(parts).split([part.numel() for part in parts])
+            found |= {i: copied[n * count : (n + 1) * count] for n, i in enumerate(members)}
+        return found
 
     def _factors(
         self,
         gradients: Mapping[int, torch.Tensor],
         made: _Made,
-        used: Mapping[int, int],
+        latest: Mapping[int, int],
         factors: Known,
     ) -> torch.Tensor:
         """Return by what the hook's results are expected to have been multiplied, float32 ``[n]``."""
@@ -100,17 +109,24 @@ class Compared:
             for f in factors
         ]
         known = [factor.to(device, non_blocking=True) for factor in known]
-        if not self._looks_for_factor:
-            return torch.stack(known) if known else torch.empty(0, device=device)
-        smallest = min(used, key=lambda i: gradients[i].numel())
-        table, both = made[used[smallest]]
-        matrix, own = _of(table, both, smallest)
-        after = gradients[smallest][:_SAMPLES]
-        before = torch.empty_like(after)
-        self._products.expand(own, matrix.rows, matrix.columns, self._rank, 0, before)
-        for factor in known:
-            before.mul_(factor)
-        return torch.stack([*known, likeliest_factor(before, after)])
+        if self._looks_for_factor:
+            befores, afters = [], []
+            for i in sorted(latest, key=lambda i: gradients[i].numel())[-_SAMPLED:]:
+                table, both = made[latest[i]]
+                numbers = [matrix.parameter for matrix in table.matrices]
+                matrix = table.matrices[numbers.index(i)]
+                own = both.split(table.counts)[numbers.index(i)]
+                start = gradients[i].numel() // 2
+                after = gradients[i][start : start + _SAMPLES // _SAMPLED]
+                before = torch.empty_like(after)
+                self._products.expand(own, matrix.rows, matrix.columns, self._rank, start, before)
+                befores.append(before)
+                afters.append(after)
+            sample = torch.cat(befores)
+            for factor in known:
+                sample.mul_(factor)
+            known.append(likeliest_factor(sample, torch.cat(afters)))
+        return torch.stack(known) if known else torch.empty(0, device=device)
 
     def _compare(
         self,
@@ -118,57 +134,47 @@ class Compared:
         table: Matrices,
         both: torch.Tensor,
         by: torch.Tensor,
-    ) -> None:
-        for number, stored in enumerate(self._stored):
-            asked = [m.parameter if m.parameter in gradients else None for m in table.matrices]
-            ranges = [slice(0, 0) if i is None else stored.consumed.share(i) for i in asked]
-            rows = [
-                [0 if i is None else gradients[i].data_ptr() for i in asked],
-                [own.start for own in ranges],
-                [own.stop for own in ranges],
-            ]
-            there = torch.tensor(rows, device="cpu").to(both.device, non_blocking=True)
-            kind = next(iter(gradients.values())).dtype
-            differs = self._products.compare(there, both, by, kind, table, self._rank)
-            self._asked.append(([(number, -1 if i is None else i) for i in asked], differs, by))
+    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        """Ask about some of a table's matrices; of the others the address is 0."""
+        own = [gradients.get(matrix.parameter) for matrix in table.matrices]
+        addresses = torch.tensor([0 if g is None else g.data_ptr() for g in own], device="cpu")
+        there = addresses.to(both.device, non_blocking=True)
+        kind = next(iter(gradients.values())).dtype
+        differs = self._products.compare(there, both, by, kind, table, self._rank)
+        numbers = [
+            -1 if g is None else m.parameter for g, m in zip(own, table.matrices, strict=True)
+        ]
+        return numbers, differs, by
 
     def arrive(self) -> list[int]:
         """Wait for the verdicts, once a step, and store what follows from them.
 
         Returns:
-            Layout indices of this rank's gradients that no factor explains.
+            Layout indices of gradients that no factor explains.
         """
         asked, self._asked = self._asked, []
-        if not asked:
-            return []
         arrived = iter(devices.fetched([t for _, differs, by in asked for t in (differs, by)]))
-        strange: set[_Of] = set()
-        for members, *_ in asked:
+        verdicts: dict[int, bool] = {}
+        for numbers, *_ in asked:
             differs, by = next(arrived).tolist(), next(arrived).tolist()
-            known: Factors = tuple(factor for factor in by if factor != 1.0)
-            for of, is_odd in zip(members, differs, strict=True):
-                number, i = of
-                if i < 0:
-                    continue
-                consumed = self._stored[number].consumed
-                if not is_odd:
-                    consumed.put(i, known)
-                    continue
-                strange.add(of)
-                if of in self._copies:
-                    consumed.put_whole(i, self._copies[of], has_representation=True)
-        self.has_missed |= any(
-            number == 0 and (number, i) not in self._copies for number, i in strange
-        )
-        self._suspects = strange
-        looked, self._looks_for_factor = (
-            self._looks_for_factor,
-            bool(strange) or self._looks_for_factor,
-        )
-        return sorted(i for number, i in strange if number == 0 and looked)
+            known = tuple(factor for factor in by if factor != 1.0)
+            for i, is_strange in zip(numbers, differs, strict=True):
+                if i >= 0:
+                    verdicts[i] = is_strange
+                    self._store(i, None if is_strange else known)
+        strange = {i for i, is_strange in verdicts.items() if is_strange}
+        self.has_missed |= not strange <= self._copies.keys()
+        # Of what was not compared in this step nothing new is known.
+        self._suspects = (self._suspects - verdicts.keys()) | strange
+        looked = self._looks_for_factor
+        self._looks_for_factor |= bool(strange)
+        return sorted(strange) if looked else []
 
-
-def _of(table: Matrices, both: torch.Tensor, parameter: int) -> tuple[Matrix, torch.Tensor]:
-    """Return a matrix and its factors."""
-    parts = zip(table.matrices, both.split(table.counts), strict=True)
-    return next((m, own) for m, own in parts if m.parameter == parameter)
+    def _store(self, parameter: int, factors: tuple[float, ...] | None) -> None:
+        """Have all ranks store factors, or what was copied, if anything."""
+        copies = self._copies.get(parameter)
+        for number, stored in enumerate(self._stored):
+            if factors is not None:
+                stored.consumed.put(parameter, factors)
+            elif copies is not None:
+                stored.consumed.put_whole(parameter, copies[number], has_representation=True)

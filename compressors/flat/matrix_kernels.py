@@ -276,9 +276,7 @@ def compare(
     row = tl.load(tiles + NUM_TILES + tile) + tl.arange(0, ROWS)
     height = _of(table, 2, matrix, NUM)
     width = _of(table, 3, matrix, NUM)
-    address = _of(addresses, 0, matrix, NUM)
-    first = _of(addresses, 1, matrix, NUM)
-    end = _of(addresses, 2, matrix, NUM)
+    address = tl.load(addresses + matrix)
     left = factors + _of(table, 6, matrix, NUM)
     right = left + RANK * height
     found = tl.zeros([ROWS], tl.int32)
@@ -286,7 +284,6 @@ def compare(
         column = begin + tl.arange(0, COLUMNS)
         place = row[:, None] * width + column[None, :]
         inside = (row < height)[:, None] & (column < width)[None, :] & (address != 0)
-        inside &= (place >= first) & (place < end)
         p = tl.load(left + row, row < height, other=0.0)
         q = tl.load(right + column, column < width, other=0.0)
         made = p[:, None] * q[None, :]

@@ -240,8 +240,7 @@ class Products:
         """Return which gradients are not P Q^T, as `update` wrote it, multiplied by some numbers in turn.
 
         Args:
-            addresses: int64 ``[3, matrices]``: where the gradient lies, 0 where it is not asked for; and the range of
-                its elements that is.
+            addresses: int64 ``[matrices]``: where the gradient lies, 0 where it is not asked for.
             factors: P and Q of one matrix after the other.
             by: float32 ``[n]``: the numbers.
             kind: Dtype of the gradients.

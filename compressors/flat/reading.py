@@ -28,8 +28,8 @@ _LAUNCH: dict[str, Any] = {"num_warps": 4}
 @triton.jit
 def _entries(addresses, positions, table, NUM, STRIDE, KIND: tl.constexpr, CHUNK: tl.constexpr):
     """Where a program's entries lie in their gradient, and among those of the bucket; and which there are."""
-    part = tl.program_id(0)
-    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    part = tl.program_id(1)
+    index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     address = tl.load(addresses + tl.load(table + part))
     first = tl.load(table + 2 * NUM + part)
     inside = (index < tl.load(table + 3 * NUM + part)) & (address != 0)
@@ -91,7 +91,7 @@ def _per_entry(made: Any, *, has_values: bool) -> Any:
         addresses, positions, *values, table, most, width, chunk = given
         ranks, count = positions.shape
         sizes = (table.shape[1], positions.stride(0), *((count,) if has_values else ()))
-        made[(table.shape[1], -(-most // chunk), ranks)](
+        made[(-(-most // chunk), table.shape[1], ranks)](
             addresses, positions, *values, table, *sizes, KIND=_KINDS[width], CHUNK=chunk, **_LAUNCH
         )  # fmt: skip
 
@@ -142,39 +142,48 @@ class TritonReading:
     def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]) -> None:
         """See `Reading`."""
         addresses, dtype = _addresses(gradients, sent)
+        queue = devices.queue_of(addresses.device)
         for one in sent:
-            places, patterns = one.places, _patterns(one.room(dtype))
-            numbers = places.most, dtype.itemsize, self.chunk
-            _read(addresses, one.positions, patterns, places.table, *numbers)
+            table, patterns = one.places.table(queue), _patterns(one.room(dtype))
+            numbers = one.places.most, dtype.itemsize, self.chunk
+            _read(addresses, one.positions, patterns, table, *numbers)
 
     def strange(
         self,
         gradients: Mapping[int, torch.Tensor],
         sent: Sequence[Sent],
-        ranges: Sequence[tuple[int, slice]],
+        searched: Sequence[int],
     ) -> torch.Tensor:
         """See `Reading`."""
         addresses, dtype = _addresses(gradients, sent)
-        found = torch.zeros(len(ranges), dtype=torch.int32, device=addresses.device)
-        of_sent = [(one, one.places.table, one.places.most, dtype.itemsize) for one in sent]
-        for one, *numbers in of_sent:
-            _clear(addresses, one.positions, *numbers, self.chunk)
-        table = self._table(ranges, addresses.device)
-        _search(addresses, found, table, dtype.itemsize, self.block, self.chunk)
-        for one, *numbers in of_sent:
-            _restore(addresses, one.positions, _patterns(one.room(dtype)), *numbers, self.chunk)
+        queue, width = devices.queue_of(addresses.device), dtype.itemsize
+        found = torch.zeros(len(searched), dtype=torch.int32, device=addresses.device)
+        table = self._table([(i, gradients[i].numel()) for i in searched], addresses.device, queue)
+        of_sent = [
+            (one.positions, _patterns(one.room(dtype)), one.places.table(queue), one.places.most)
+            for one in sent
+        ]
+        try:
+            for positions, _, own, most in of_sent:
+                _clear(addresses, positions, own, most, width, self.chunk)
+            _search(addresses, found, table, width, self.block, self.chunk)
+        finally:
+            for positions, patterns, own, most in of_sent:
+                _restore(addresses, positions, patterns, own, most, width, self.chunk)
         return found != 0
 
-    def _table(self, ranges: Sequence[tuple[int, slice]], device: torch.device) -> torch.Tensor:
-        """int64 ``[4, blocks]``: number of the range, layout index, first element and end."""
-        key = (devices.queue_of(device), *((i, own.start, own.stop) for i, own in ranges))
+    def _table(
+        self, searched: Sequence[tuple[int, int]], device: torch.device, queue: int
+    ) -> torch.Tensor:
+        """int64 ``[4, blocks]``: number, layout index, first element and end, of parameters with so many elements."""
+        key = (queue, *searched)
         if key not in self._tables:
             rows = [
-                (number, i, first, own.stop)
-                for number, (i, own) in enumerate(ranges)
-                for first in range(own.start, own.stop, self.block)
+                (number, i, first, size)
+                for number, (i, size) in enumerate(searched)
+                for first in range(0, size, self.block)
             ]
-            columns = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4).T.contiguous()
+            columns = torch.tensor(rows, dtype=torch.int64, device="cpu").T.contiguous()
             if len(self._tables) >= _MOST_TABLES:
                 self._tables.clear()
             self._tables[key] = columns.to(device, non_blocking=True)

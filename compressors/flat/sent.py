@@ -55,6 +55,7 @@ class Places:
 
     parts: tuple[Place, ...]
     device: torch.device
+    _tables: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int]], device: torch.device) -> Places:
@@ -80,17 +81,17 @@ class Places:
         """Entries of the parameter that has most, of those that were not sent whole."""
         return max((part.count for part in self.partial), default=0)
 
-    @cached_property
-    def of_parameter(self) -> dict[int, Place]:
-        """The parts by layout index."""
-        return {part.parameter: part for part in self.parts}
+    def table(self, queue: int) -> torch.Tensor:
+        """int64 ``[4, partial]``, on the device: their ``parameter``, ``start``, ``first`` and ``count``.
 
-    @cached_property
-    def table(self) -> torch.Tensor:
-        """int64 ``[4, partial]``, on the device: their ``parameter``, ``start``, ``first`` and ``count``."""
-        rows = [(part.parameter, part.start, part.first, part.count) for part in self.partial]
-        columns = list(zip(*rows, strict=True))
-        return torch.tensor(columns, device="cpu").to(self.device, non_blocking=True)
+        Args:
+            queue: Of whoever reads it; see `devices.queue_of`.
+        """
+        if queue not in self._tables:
+            rows = [(part.parameter, part.start, part.first, part.count) for part in self.partial]
+            columns = torch.tensor(list(zip(*rows, strict=True)), device="cpu")
+            self._tables[queue] = columns.to(self.device, non_blocking=True)
+        return self._tables[queue]
 
 
 @dataclass(slots=True, eq=False)
@@ -140,17 +141,17 @@ class Reading(Protocol):
         self,
         gradients: Mapping[int, torch.Tensor],
         sent: Sequence[Sent],
-        ranges: Sequence[tuple[int, slice]],
+        searched: Sequence[int],
     ) -> torch.Tensor:
-        """Return per range whether it holds another entry than +0.0 at a place that no rank sent.
+        """Return which gradients hold another entry than +0.0 at a place that no rank sent.
 
         Args:
             gradients: As for `read`, after it; zero for a moment at what was sent.
             sent: Likewise.
-            ranges: Layout index, and the elements to search.
+            searched: Layout indices of those that are asked for.
 
         Returns:
-            bool ``[len(ranges)]``.
+            bool ``[len(searched)]``.
         """
         ...
 
@@ -160,75 +161,83 @@ class TorchReading:
 
     def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]) -> None:
         """See `Reading`."""
-        for one, part, gradient in _parts(gradients, sent):
-            values = one.room(gradient.dtype)
-            for rank, positions in enumerate(one.seen):
-                entries = slice(part.first, part.first + part.count)
-                values[rank, entries] = gradient.index_select(0, positions[entries] - part.start)
+        for gradient, positions, values in _parts(gradients, sent):
+            values.copy_(gradient.index_select(0, positions))
 
     def strange(
         self,
         gradients: Mapping[int, torch.Tensor],
         sent: Sequence[Sent],
-        ranges: Sequence[tuple[int, slice]],
+        searched: Sequence[int],
     ) -> torch.Tensor:
         """See `Reading`."""
         parts = list(_parts(gradients, sent))
-        for one, part, gradient in parts:
-            for positions in one.seen:
-                own = positions[part.first : part.first + part.count] - part.start
-                gradient.index_fill_(0, own.long(), 0.0)
-        found = [_patterns(gradients[i][own]).count_nonzero() for i, own in ranges]
-        for one, part, gradient in parts:
-            assert one.values is not None
-            for positions, values in zip(one.seen, one.values, strict=True):
-                entries = slice(part.first, part.first + part.count)
-                gradient.index_copy_(0, (positions[entries] - part.start).long(), values[entries])
+        try:
+            for gradient, positions, _ in parts:
+                gradient.index_fill_(0, positions, 0.0)
+            found = [_patterns(gradients[i]).count_nonzero() for i in searched]
+        finally:
+            for gradient, positions, values in parts:
+                gradient.index_copy_(0, positions, values)
         return torch.stack(found) != 0
 
 
 def _parts(
     gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]
-) -> Iterator[tuple[Sent, Place, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield a gradient, positions in it that a rank sent, and the values read there."""
     for one in sent:
         for part in one.places.partial:
-            if part.parameter in gradients:
-                yield one, part, gradients[part.parameter]
+            gradient = gradients.get(part.parameter)
+            if gradient is not None:
+                entries = slice(part.first, part.first + part.count)
+                for positions, values in zip(one.seen, one.room(gradient.dtype), strict=True):
+                    yield gradient, positions[entries].long() - part.start, values[entries]
 
 
 def _patterns(values: torch.Tensor) -> torch.Tensor:
     return values.view(INT_OF_BYTES[values.element_size()])
 
 
-#: A rank, and the layout index of a parameter.
-_Of = tuple[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """What was read in a step.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Consumed:
+    """What was read of one gradient.
 
     Attributes:
-        known: Layout index -> factors that are known of it.
-        passes: Layout index -> backward passes that had exchanged entries of it when an optimizer consumed it.
-        whole: What a rank stores of parameters that were exchanged whole: its ranges.
-        flags: Whose ranges were searched for what no rank sent, and what was found.
-        copies: What a rank stores of gradients that were searched in vain before.
+        known: Factors that are known of it.
+        passes: Backward passes that had exchanged entries of it by then.
+        ranges: By rank whose payload is made: its range, where it was exchanged whole, or was strange before.
+        flag: bool ``[1]``: whether it holds what no rank sent; None where nobody searched.
     """
 
-    known: dict[int, Known] = field(default_factory=dict)
-    passes: dict[int, list[tuple[Sent, Place]]] = field(default_factory=dict)
-    whole: dict[_Of, torch.Tensor] = field(default_factory=dict)
-    flags: list[tuple[list[_Of], torch.Tensor]] = field(default_factory=list)
-    copies: dict[_Of, torch.Tensor] = field(default_factory=dict)
+    known: Known
+    passes: Sequence[tuple[Sent, Place]]
+    ranges: Mapping[int, torch.Tensor]
+    flag: torch.Tensor | None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only entries of it were exchanged."""
+        return any(not part.is_whole for _, part in self.passes)
+
+    def narrow(self, rank: int, own: slice) -> torch.Tensor | None:
+        """What a rank's entries were rounded to in the last backward pass; of what was sent whole in its range."""
+        if not self.passes:
+            return None
+        sent, part = self.passes[-1]
+        values = sent.narrow.get(rank)
+        if values is None:
+            return None
+        values = values[part.first : part.first + part.count]
+        return values[own] if part.is_whole else values
 
 
 class Taken:
     """What the optimizers of a step consume, as the ranks store it whose payloads are made here.
 
-    Entries that no rank sent are noticed on the device and known at the commit. A gradient that had some is copied
-    whole in the next step, before its optimizer consumes it, and stored if it has some again; of the first step
-    nothing is there to be stored.
+    Entries that no rank sent are noticed on the device and known at the commit: by all ranks that train the parameter,
+    as each searches all of it. In the next step its ranges are copied before the optimizer consumes it, and stored if it
+    is strange again; of the first step nothing is there to be stored.
 
     Args:
         layout: The parameters.
@@ -237,9 +246,8 @@ class Taken:
         world_size: Number of ranks.
 
     Attributes:
-        sent: What was exchanged in this step, in the order of backward passes.
-        strange: Layout indices of this rank's ranges that held entries no rank sent, once they have arrived.
-        has_missed: Whether some of these were not copied before.
+        strange: Layout indices of gradients that held entries no rank sent, once they have arrived.
+        missed: Those of them that were not copied.
     """
 
     def __init__(
@@ -249,17 +257,23 @@ class Taken:
         self._reading = reading
         self._ranks = tuple(ranks)
         self._world_size = world_size
-        self.sent: list[Sent] = []
         self.strange: list[int] = []
-        self.has_missed = False
-        self._step = _Step()
-        self._suspects: set[_Of] = set()
+        self.missed: list[int] = []
+        self._suspects: set[int] = set()
+        #: Layout index -> what was exchanged of it in this step, in the order of backward passes.
+        self._sent: dict[int, list[tuple[Sent, Place]]] = {}
+        self._consumed: dict[int, _Consumed] = {}
         self._arrived: dict[int, StoredEntries] | None = None
 
     def begin(self) -> None:
         """Forget the last step, but for what was strange in it."""
-        self.sent, self.strange, self.has_missed = [], [], False
-        self._step, self._arrived = _Step(), None
+        self.strange, self.missed = [], []
+        self._sent, self._consumed, self._arrived = {}, {}, None
+
+    def add(self, sent: Sent) -> None:
+        """Note an exchange; it may end later, or break off."""
+        for part in sent.places.parts:
+            self._sent.setdefault(part.parameter, []).append((sent, part))
 
     def consume(
         self, gradients: Mapping[int, torch.Tensor], factors: Known, *, searches: bool
@@ -271,38 +285,40 @@ class Taken:
             factors: See ``Reducer.consume``.
             searches: Whether gradients may hold what no rank sent.
         """
-        self._arrived = None
-        self._step.known |= dict.fromkeys(gradients, factors)
         of_dtype: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         for i, gradient in gradients.items():
             of_dtype.setdefault(gradient.dtype, {})[i] = gradient
+        found: dict[int, _Consumed] = {}
         for own in of_dtype.values():
-            self._read(own, searches=searches)
+            found |= self._read(own, factors, searches=searches)
+        # A step may be tried again behind one that was broken off.
+        self._arrived, self._consumed = None, self._consumed | found
 
-    def _read(self, gradients: Mapping[int, torch.Tensor], *, searches: bool) -> None:
-        for i in gradients:
-            places = ((one, one.places.of_parameter.get(i)) for one in self.sent)
-            self._step.passes[i] = [(one, place) for one, place in places if place is not None]
-        partial = {i for i in gradients if any(not p.is_whole for _, p in self._step.passes[i])}
-        sent = list(dict.fromkeys(one for i in partial for one, _ in self._step.passes[i]))
-        if sent:
+    def _read(
+        self, gradients: Mapping[int, torch.Tensor], factors: Known, *, searches: bool
+    ) -> dict[int, _Consumed]:
+        passes = {
+            i: [(sent, part) for sent, part in self._sent.get(i, ()) if sent.seen]
+            for i in gradients
+        }
+        partial = [i for i, own in passes.items() if any(not part.is_whole for _, part in own)]
+        sent = list(dict.fromkeys(one for i in partial for one, _ in passes[i]))
+        flags: dict[int, torch.Tensor] = {}
+        if partial:
             self._reading.read(gradients, sent)
-        of_ranks = [(rank, i) for rank in self._ranks for i in gradients]
-        for rank, i in of_ranks:
-            self._step.copies.pop((rank, i), None)  # a step may be tried again
-        searched = [of for of in of_ranks if of[1] in partial] if searches else []
-        if searched:
-            ranges = [(i, self._share(rank, i)) for rank, i in searched]
-            self._step.flags.append((searched, self._reading.strange(gradients, sent, ranges)))
-            for rank, i in self._suspects.intersection(searched):
-                self._step.copies[rank, i] = gradients[i][self._share(rank, i)].clone()
-        whole = [of for of in of_ranks if of[1] not in partial]
-        if whole:
-            parts = [gradients[i][self._share(rank, i)] for rank, i in whole]
-            values = torch.cat(parts).split([part.numel() for part in parts])
-            self._step.whole |= dict(zip(whole, values, strict=True))
+        if partial and searches:
+            found = self._reading.strange(gradients, sent, partial)
+            flags = dict(zip(partial, found.split(1), strict=True))
+        copied = [i for i in gradients if i not in partial or i in self._suspects]
+        of_ranks = [(i, rank) for i in copied for rank in self._ranks]
+        parts = [gradients[i][self._range(rank, i)] for i, rank in of_ranks]
+        copies = torch.cat(parts).split([part.numel() for part in parts]) if parts else ()
+        ranges: dict[int, dict[int, torch.Tensor]] = {i: {} for i in gradients}
+        for (i, rank), values in zip(of_ranks, copies, strict=True):
+            ranges[i][rank] = values
+        return {i: _Consumed(factors, passes[i], ranges[i], flags.get(i)) for i in gradients}
 
-    def _share(self, rank: int, parameter: int) -> slice:
+    def _range(self, rank: int, parameter: int) -> slice:
         return slice(*share(self._layout.parameters[parameter].numel, rank, self._world_size))
 
     def entries(self, rank: int) -> StoredEntries:
@@ -312,85 +328,78 @@ class Taken:
         return self._arrived[rank]
 
     def _arrive(self) -> dict[int, StoredEntries]:
-        """Copy all that the step's payloads need in one go, and make of it what the ranks store."""
-        asked: list[torch.Tensor] = [flags for _, flags in self._step.flags]
-        asked += self._step.whole.values()
+        """Copy what the payloads take, but for gradients that are stored whole, in one go."""
+        consumed = dict(sorted(self._consumed.items()))
+        flags = {i: own.flag for i, own in consumed.items() if own.flag is not None}
+        of_ranks = [(i, rank) for i in consumed for rank in self._ranks]
         partial = [
-            (rank, one, part)
-            for rank in self._ranks
-            for i, passes in self._step.passes.items()
-            if (rank, i) not in self._step.whole
-            for one, part in passes
+            (i, rank, sent, part)
+            for i, rank in of_ranks
+            if consumed[i].is_partial
+            for sent, part in consumed[i].passes
         ]
-        for rank, one, part in partial:
-            assert one.values is not None
-            asked.append(one.values[rank][part.first : part.first + part.count])
-        rounded = self._rounded()
-        arrived = iter(devices.fetched([*asked, *rounded.values(), *_positions(partial)]))
-        self._judge([(of, next(arrived)) for of, _ in self._step.flags])
-        whole = {of: next(arrived) for of in self._step.whole}
-        entries_of: dict[_Of, list[Entries]] = {}
-        of_parts = [next(arrived) for _ in partial]
+        whole = {
+            of: consumed[of[0]].ranges[of[1]] for of in of_ranks if not consumed[of[0]].is_partial
+        }
+        rounded = {
+            (i, rank): values
+            for i, rank in of_ranks
+            if (values := consumed[i].narrow(rank, self._range(rank, i))) is not None
+        }
+        arrived = iter(
+            devices.fetched(
+                [
+                    *flags.values(),
+                    *whole.values(),
+                    *rounded.values(),
+                    *(_values(rank, sent, part) for _, rank, sent, part in partial),
+                    *_positions([(rank, sent, part) for _, rank, sent, part in partial]),
+                ]
+            )
+        )
+        self._judge({i: bool(next(arrived)) for i in flags})
+        entries = {(i, rank): (_numbers(self._range(rank, i)), next(arrived)) for i, rank in whole}
         narrow = {of: next(arrived) for of in rounded}
-        for (rank, _, part), values, own in zip(partial, of_parts, arrived, strict=True):
-            entries_of.setdefault((rank, part.parameter), []).append((own, values))
-        numbers = {known: read(known) for known in {self._step.known[i] for _, i in narrow}}
+        of_parts = [next(arrived) for _ in partial]
+        passes: dict[tuple[int, int], list[Entries]] = {}
+        for (i, rank, *_), own, positions in zip(partial, of_parts, arrived, strict=True):
+            passes.setdefault((i, rank), []).append((positions, own))
+        entries |= {of: _united(own) for of, own in passes.items()}
+        numbers = {known: read(known) for known in {consumed[i].known for i, _ in narrow}}
         made = {rank: StoredEntries(self._layout, rank, self._world_size) for rank in self._ranks}
-        for rank, stored in made.items():
-            for i in sorted(self._step.known):
-                entries = (
-                    _united(entries_of[rank, i])
-                    if (rank, i) in entries_of
-                    else (_range(self._share(rank, i)), whole[rank, i])
-                )
-                stored.put(i, entries, narrow.get((rank, i)), numbers.get(self._step.known[i], ()))
-        for (rank, i), copy in self._step.copies.items():
-            if (rank, i) in self._suspects:
-                made[rank].foreign[i] = copy
+        for i, rank in of_ranks:
+            known = numbers.get(consumed[i].known, ())
+            made[rank].put(i, entries[i, rank], narrow.get((i, rank)), known)
+            if i in self.strange and i not in self.missed:
+                made[rank].foreign[i] = consumed[i].ranges[rank]
         return made
 
-    def _rounded(self) -> dict[_Of, torch.Tensor]:
-        """What entries were rounded to in the last backward pass, of which they all have to be."""
-        found: dict[_Of, torch.Tensor] = {}
-        for i, passes in self._step.passes.items():
-            last, part = passes[-1] if passes else (None, None)
-            for rank, values in last.narrow.items() if last is not None else ():
-                assert part is not None
-                own = values[part.first : part.first + part.count]
-                found[rank, i] = own[self._share(rank, i)] if part.is_whole else own
-        return found
+    def _judge(self, verdicts: Mapping[int, bool]) -> None:
+        """Note which gradients held what no rank sent."""
+        self.strange = [i for i, is_strange in verdicts.items() if is_strange]
+        self.missed = [i for i in self.strange if not self._consumed[i].ranges]
+        # Of what was not searched in this step nothing new is known.
+        self._suspects = (self._suspects - verdicts.keys()) | {*self.strange}
 
-    def _judge(self, flags: Sequence[tuple[Sequence[_Of], torch.Tensor]]) -> None:
-        """Note whose gradients held what no rank sent."""
-        verdicts = {
-            of: bool(flag)
-            for searched, found in flags
-            for of, flag in zip(searched, found.tolist(), strict=True)
-        }
-        self._suspects = {of for of, is_strange in verdicts.items() if is_strange}
-        own = self._ranks[0]
-        self.strange = sorted(i for rank, i in self._suspects if rank == own)
-        self.has_missed = any((own, i) not in self._step.copies for i in self.strange)
+
+def _values(rank: int, sent: Sent, part: Place) -> torch.Tensor:
+    assert sent.values is not None
+    return sent.values[rank, part.first : part.first + part.count]
 
 
 def _positions(partial: Sequence[tuple[int, Sent, Place]]) -> list[torch.Tensor]:
     """Return the positions of all these in their parameters, each int64."""
     if not partial:
         return []
-    own = [one.seen[rank][part.first : part.first + part.count] for rank, one, part in partial]
-    numbers = [[part.start, part.count] for *_, part in partial]
-    starts, counts = (
-        torch.tensor(numbers, device="cpu")
-        .T.contiguous()
-        .to(own[0].device, non_blocking=True)
-        .unbind()
-    )
+    own = [sent.seen[rank][part.first : part.first + part.count] for rank, sent, part in partial]
     sizes = [part.count for *_, part in partial]
+    numbers = torch.tensor([[part.start for *_, part in partial], sizes], device="cpu")
+    starts, counts = numbers.to(own[0].device, non_blocking=True).unbind()
     begun = starts.repeat_interleave(counts, output_size=sum(sizes))
     return list((torch.cat(own).long() - begun).split(sizes))
 
 
-def _range(own: slice) -> torch.Tensor:
+def _numbers(own: slice) -> torch.Tensor:
     return torch.arange(own.start, own.stop, device="cpu")
 
 

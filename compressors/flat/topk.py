@@ -14,6 +14,7 @@ from lowdiff.compressors.flat.selection import Entries, Operands, Selection
 from lowdiff.compressors.flat.sent import Place, Places, Reading, Sent, Taken
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.of_ranks import OfRanks
+from lowdiff.compressors.sections import missed_section
 from lowdiff.compressors.topk import TopK
 from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
@@ -171,7 +172,7 @@ class FlatTopKReducer:
         wire = Wire.empty(places.count, buffer.dtype, buffer.device)
         self._selection.take(buffer, places, Entries(wire.positions, wire.values))
         sent = Sent(places, [])
-        self._taken.sent.append(sent)
+        self._taken.add(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
         is_clear = sum(part.length for part in places.parts) == buffer.numel()
         if self._group is None or is_alone:
@@ -202,12 +203,13 @@ class FlatTopKReducer:
         self._headers.confirm()
         entries = self._taken.entries(self._ranks.of(of))
         self._warning.say(self._taken.strange)
-        return Payload((*entries.sections(), *entries.foreign_sections()))
+        lacks = missed_section(self._taken.missed)
+        return Payload((*entries.sections(), *entries.foreign_sections(), *lacks))
 
     @property
     def has_missed(self) -> bool:
         """See ``Reducer.has_missed``."""
-        return self._taken.has_missed
+        return bool(self._taken.missed)
 
     def _places_of(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -219,7 +221,7 @@ class FlatTopKReducer:
             for i, g in zip(parameters, gradients, strict=True)
             if (n := g.numel())
         ]
-        key = (*rows, devices.queue_of(buffer.device))
+        key = tuple(rows)
         if key not in self._places:
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()

@@ -146,7 +146,13 @@ class RecordedGradients(Gradients):
             self._compress_in_place(gradients)
             self._reducer.consume(gradients)
         else:
-            self._reducer.consume(gradients, factors=self._scaling.factors)
+            attached = self._attached
+            parameters = [
+                p for i, p in attached.parameters.items() if attached.owner[i] == optimizer
+            ]
+            is_scaled = verdict.grad_scale is not None
+            factors = self._scaling.factors(parameters, is_scaled=is_scaled)
+            self._reducer.consume(gradients, factors=factors)
         if not verdict.is_known_to_skip:
             self._residual.settle(self._own_of(i for i, g in enumerate(gradients) if g is not None))
         owner = self._attached.owner
@@ -191,7 +197,8 @@ class Scaling:
         self._there: torch.Tensor | None = None
         self._seen: tuple[int, int] | None = None
         self._told = Scaled()
-        self._clipped_by: Known = ()
+        #: Which parameters' gradients were clipped together, and by what.
+        self._clipped: list[tuple[frozenset[int], float | torch.Tensor]] = []
 
     @property
     def _tensor(self) -> torch.Tensor | None:
@@ -216,20 +223,28 @@ class Scaling:
 
     def exchanged_at(self, scale: float | torch.Tensor) -> None:
         """Tell the scale of gradients that are exchanged outside a backward pass."""
-        self._there = scale if isinstance(scale, torch.Tensor) else None
+        self._there, self._seen = scale if isinstance(scale, torch.Tensor) else None, None
         if self._there is None and self._told.value != scale:
             self._told = Scaled(float(scale))
 
-    @property
-    def factors(self) -> Known:
-        """Factors that gradients were probably multiplied by since their exchange, in order."""
+    def factors(self, parameters: Iterable[torch.Tensor], *, is_scaled: bool = False) -> Known:
+        """Return factors that gradients were probably multiplied by since their exchange, in order.
+
+        Args:
+            parameters: Whose gradients.
+            is_scaled: Whether they still carry the loss scale.
+        """
+        own = set(map(id, parameters))
+        clipped = tuple(by for together, by in self._clipped if together & own)
         tensor = self._tensor
+        if is_scaled:
+            return clipped
         if tensor is not None and not devices.may_look(tensor):
-            return (_inverse(tensor), *self._clipped_by)
+            return (_inverse(tensor), *clipped)
         scale = self()
         if scale in (0.0, 1.0):
-            return self._clipped_by
-        return (float(_inverse(torch.tensor(scale, device="cpu"))), *self._clipped_by)
+            return clipped
+        return (float(_inverse(torch.tensor(scale, device="cpu"))), *clipped)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
@@ -241,12 +256,12 @@ class Scaling:
             return total  # gradients of shards are logged as they are consumed
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         known = float(coefficient) if devices.may_look(coefficient) else coefficient
-        self._clipped_by = (*self._clipped_by, known)
+        self._clipped.append((frozenset(map(id, own)), known))
         return total
 
     def end_step(self) -> None:
         """Forget the step's clipping."""
-        self._clipped_by = ()
+        self._clipped.clear()
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

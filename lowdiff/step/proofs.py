@@ -124,7 +124,7 @@ class Proofs:
         if course is None:
             return
         course.step = None
-        if not (self._is_open and course.parameters):
+        if not self.copies(index):
             return
         gradients = self._attached.gradients(index)
         # An expanded gradient has no memory of its own for each element; its copy has.
