@@ -15,6 +15,7 @@ from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
 from lowdiff.protocols import Compressor
+from lowdiff.step.gradients import Scaling
 from tests.contract.compressors import FAMILY
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
@@ -87,7 +88,7 @@ def test_clipping_needs_an_attached_run(tmp_path: Path) -> None:
         checkpointer.clip_grad_norm_([torch.nn.Parameter(torch.zeros(3))], 1.0)
 
 
-def train_with_noise(rank: int, world_size: int, folder: str) -> list[bool]:
+def train_with_noise(rank: int, world_size: int, folder: str, is_everywhere: bool) -> list[bool]:
     """A pool's job: noise in three steps, over whole buckets; which steps took a snapshot, and bits of all compared."""
     torch.manual_seed(0)
     model = wrapped(nn.Linear(40, 90, bias=False))
@@ -109,8 +110,11 @@ def train_with_noise(rank: int, world_size: int, folder: str) -> list[bool]:
             model(batch(step, rank, 16, 40)).square().mean().backward()
             gradient = model.module.weight.grad
             assert gradient is not None
-            if step in (2, 3, 4):
+            if step in (2, 3, 4) and is_everywhere:
                 gradient.add_(torch.randn(90, 40, generator=torch.Generator().manual_seed(step)))
+            elif step in (2, 3, 4):  # in the last rank's range
+                last = gradient[-1]
+                last[(last == 0).nonzero()[-1]] = 0.5
             if step == 6:
                 gradient.mul_(torch.nan).nan_to_num_(0.25)
             optimizer.step()
@@ -122,12 +126,29 @@ def train_with_noise(rank: int, world_size: int, folder: str) -> list[bool]:
     return [state.base_step == state.step for state in states]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "is_everywhere"), [(1, True), (2, True), (2, False)])
 def test_noise_over_whole_buckets_costs_its_first_step_a_snapshot(
-    pool: Pool, tmp_path: Path, world_size: int
+    pool: Pool, tmp_path: Path, world_size: int, is_everywhere: bool
 ) -> None:
-    found = pool.run(train_with_noise, world_size, str(tmp_path))
+    found = pool.run(train_with_noise, world_size, str(tmp_path), is_everywhere)
     # Step 3 is the first with noise; step 7's is another one.
     assert [[i + 1 for i, took in enumerate(own) if took] for own in found] == [
         [3, 7, 9]
     ] * world_size  # close() takes the last
+
+
+def test_factors_of_gradients_are_those_they_were_clipped_by() -> None:
+    first, second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    for parameter in (first, second):
+        parameter.grad = torch.ones(3)
+    scaling = Scaling(None)
+    scaling.clip_grad_norm_([first], 0.5)
+    by_first = scaling.factors([first])
+    assert len(by_first) == 1
+    scaling.clip_grad_norm_(second, 0.25)
+    scaling.clip_grad_norm_([first, second], 0.1)
+    assert scaling.factors([first])[:1] == by_first
+    assert scaling.factors([second])[0] != by_first[0]
+    assert scaling.factors([first])[1:] == scaling.factors([second])[1:]
+    scaling.end_step()
+    assert scaling.factors([first, second]) == ()

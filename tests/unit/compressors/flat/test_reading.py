@@ -20,7 +20,7 @@ from lowdiff.compressors.flat.topk import FlatTopKReducer
 from lowdiff.core.layout import INT_OF_BYTES, layout_of
 from lowdiff.errors import ReplayMismatch
 from tests.contract.compressors import decoded
-from tests.unit.compressors.flat.test_selection import WAYS, Ways
+from tests.unit.compressors.flat.test_selection import WAYS, Ways, by_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
@@ -119,19 +119,39 @@ class Run:
         )
         self.step = 0
 
-    def train(self, *, odd: bool = False, factor: float = 1.0) -> tuple[bool, bool]:
-        """Make a step; whether its payload lacks something, and whether it decodes to what was consumed."""
+    def begin(self) -> None:
         self.step += 1
         self.reducer.begin(stamp_of(0, self.step))
+
+    def backward(self) -> list[torch.Tensor]:
         buffer = torch.randn(700)
         parts = list(buffer.split([400, 300]))
         self.reducer.reduce([0, 1], parts, buffer).wait()
-        buffer.mul_(factor)
+        return parts
+
+    def train(
+        self, *, odd: bool = False, factor: float = 1.0, turns: bool = False
+    ) -> tuple[bool, bool]:
+        """Make a step; whether its payload lacks something, and whether it decodes to what was consumed.
+
+        Args:
+            odd: Whether the second gradient has an entry that no rank sent.
+            factor: What multiplies both.
+            turns: Whether only the first one's optimizer steps.
+        """
+        self.begin()
+        parts = self.backward()
+        for part in parts:
+            part.mul_(factor)
         if odd:
             parts[1][(parts[1] == 0).nonzero()[0]] = 3.0
-        consumed = [part.clone() for part in parts]
-        self.reducer.consume(parts)
-        buffer.fill_(99.0)
+        consumed = [parts[0].clone(), torch.zeros(300) if turns else parts[1].clone()]
+        self.reducer.consume([parts[0], None if turns else parts[1]])
+        return self.commit(parts, consumed)
+
+    def commit(self, parts: list[torch.Tensor], consumed: list[torch.Tensor]) -> tuple[bool, bool]:
+        for part in parts:
+            part.fill_(99.0)
         self.residual.settle()
         self.residual.advance()
         payload = self.reducer.payload()
@@ -165,3 +185,73 @@ def test_clipping_by_nan_is_noticed(make: Any, group: Any) -> None:
     run = Run(make(), group)
     assert run.train(factor=0.3) == (False, True)
     assert run.train(factor=math.nan) == (True, False)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_what_was_strange_is_remembered_until_its_optimizer_steps_again(
+    make: Any, group: Any
+) -> None:
+    run = Run(make(), group)
+    assert run.train(odd=True) == (True, False)
+    assert run.train(turns=True) == (False, True)
+    assert run.train(odd=True) == (False, True)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_an_exchange_that_broke_off_is_no_backward_pass(
+    make: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(make(), group)
+    run.begin()
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.compressors.flat.topk.assigned", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run.backward()
+    parts = run.backward()
+    consumed = [part.clone() for part in parts]
+    run.reducer.consume(parts)
+    assert run.commit(parts, consumed) == (False, True)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_reading_that_fails_leaves_gradients_and_step_as_they_were(
+    make: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(make(), group)
+    run.begin()
+    parts = run.backward()
+    consumed = [part.clone() for part in parts]
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sent, "room", full)
+        with pytest.raises(MemoryError):
+            run.reducer.consume(parts)
+    assert all(map(torch.equal, parts, consumed))
+    assert run.reducer.payload().sections == ()
+    run.reducer.consume(parts)
+    assert run.commit(parts, consumed) == (False, True)
+
+
+def test_a_search_that_fails_puts_gradients_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reading = by_triton()
+    from lowdiff.compressors.flat import reading as kernels
+
+    gradient = torch.arange(40.0)
+    seen = torch.tensor([3, 5, 8], dtype=torch.int32)
+    sent = [Sent(Places.of([(0, 0, 40, 3)], CPU), [seen])]
+    reading.read({0: gradient}, sent)
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "_search", broken)
+    with pytest.raises(KeyboardInterrupt):
+        reading.strange({0: gradient}, sent, [0])
+    assert torch.equal(gradient, torch.arange(40.0))
