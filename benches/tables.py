@@ -381,8 +381,11 @@ def of_device_ops(found: Summary) -> str:
         "clipped_": "the same, clipped",
         "scaled_": "with a gradient scaler",
         "fused_": "fused AdamW",
+        "fused_scaled_": "fused AdamW with a gradient scaler",
+        "rounded_": "bfloat16 values, clipped",
         "accumulated_": "two backward passes",
         "powersgd_": "`PowerSGD(4)`, log",
+        "powersgd_clipped_": "the same, clipped",
         "gradients_": "no compressor (replica)",
         "survivors_": "`survivors`",
     }
