@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -167,6 +167,9 @@ class DenseReducer:
                 gradient = gradients[i]
                 if gradient is not None:
                     stored.gradients[i] = gradient.detach()
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """Return one section per gradient, named by its parameter's index; see ``Reducer.payload``.

@@ -8,7 +8,7 @@ whoever averaged that, and numbers entries as the run does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,6 +48,10 @@ class GroupedReducer:
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """See ``Reducer.consume``."""
         self._reducer.consume([gradients[i] for i in self._indices], factors=factors)
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """See ``Reducer.skip``."""
+        self._reducer.skip({self._place_of[i] for i in parameters})
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``; a peer is a rank of the run."""

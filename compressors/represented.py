@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -154,6 +154,9 @@ class RepresentedReducer(ABC, Generic[Held]):
     def close(self) -> None:
         """See ``Reducer.close``."""
         self.lane.close()
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""

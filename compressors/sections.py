@@ -113,7 +113,7 @@ def missed_section(parameters: Sequence[int]) -> list[Section]:
 def refuse_missed(payloads: Sequence[Payload], layout: Layout) -> None:
     """Refuse payloads that lack what an optimizer consumed.
 
-    All ranks that train the parameter say so, and the step is none to be replayed; of a sharded one others may not.
+    Records of such a step say that it cannot be replayed. Of a sharded model only some ranks may say so.
 
     Raises:
         ReplayMismatch: If there is one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -134,6 +134,9 @@ class SparseReducer:
                 others = {i: g for i, g in enumerate(gradients) if g is not None and i not in whole}
                 stored.keep_foreign(others, self.exchanged)
                 self._warning.say(list(stored.foreign))
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """Return ascending layout indices and their values; see ``Reducer.payload``."""

@@ -43,7 +43,8 @@ class TopK(SparseSettings):
     Every rank selects from its own gradient plus residual. One all-gather per bucket exchanges the
     entries, which are summed in rank order. Per rank and step: ``k`` entries of 4 + itemsize bytes
     sent, ``world_size * k`` received, ``k`` entries stored, one residual of the model's size kept.
-    For each peer, until the next step: ``k`` positions of 8 bytes per backward pass, ``k`` values.
+    For each peer, until the next step: ``k`` positions of 8 bytes per backward pass, ``k`` values; over whole buckets all
+    ranks' positions, of 4 bytes, and values.
 
     Reference: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP
     2017; error feedback as in Stich et al., "Sparsified SGD with Memory", NeurIPS 2018,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -129,6 +129,10 @@ class Reducer(Protocol):
                 order; a hint for compressors that store something else than the values. Numbers that are on
                 an accelerator are tensors ``[]``.
         """
+        ...
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Take these, by layout index, for not consumed after all: the kernel of a fused optimizer skipped its step."""
         ...
 
     def payload(self, of: int | None = None) -> Payload:

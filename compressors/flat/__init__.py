@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
-from lowdiff.compressors.flat.sent import Places, Reading, Sent, TorchReading
+from lowdiff.compressors.flat.sent import Places, Reading, SentBucket, TorchReading
 from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.core import devices
 from lowdiff.core.events import Code
@@ -191,7 +191,7 @@ def _reads_alike(
     found = []
     for reading in (kernels, plain):
         parts = dict(enumerate(bucket.to(device, dtype).split(length)))
-        sent = [Sent(places, seen)]
+        sent = [SentBucket(places, seen)]
         reading.read(parts, sent)
         strange = reading.strange(parts, sent, [0, 1])
         assert sent[0].values is not None

@@ -5,7 +5,7 @@ Verdicts stay there until the commit asks for them: no optimizer step waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ from lowdiff.core import devices
 
 #: Entries from which an unknown factor is found, and the gradients that they are from: one may be all zeros.
 _SAMPLES, _SAMPLED = 4096, 4
+#: Layout index of a matrix that was not asked for.
+_NOBODY = -1
 _Made = Sequence[tuple[Matrices, torch.Tensor]]
 
 
@@ -24,8 +26,8 @@ class Compared:
     """Tells of each gradient whether it is the hook's result, multiplied by known factors.
 
     After one that is not, an unknown factor is looked for in every step, behind the known ones, as that of PyTorch's own
-    clipping; and that gradient is copied in the next step, before its optimizer consumes it, in case it is not explained
-    then either. Each rank compares all of a gradient, so all of them come to the same.
+    clipping; and that gradient is copied from then on, before its optimizer consumes it, in case it is not explained
+    again. Each rank compares all of a gradient, so all of them come to the same.
 
     Args:
         products: Compare.
@@ -53,6 +55,11 @@ class Compared:
         self._asked: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
         #: Layout index -> the ranges that ranks store, in the order of ``stored``.
         self._copies: dict[int, list[torch.Tensor]] = {}
+        self._skipped: set[int] = set()
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Take these for explained: no optimizer has consumed them."""
+        self._skipped |= {*parameters}
 
     def consume(self, gradients: Mapping[int, torch.Tensor], made: _Made, factors: Known) -> None:
         """Compare what an optimizer is about to consume.
@@ -73,6 +80,7 @@ class Compared:
                 self._asked.append(self._compare(own, *made[place], by))
         for i in latest:
             self._copies.pop(i, None)  # a step may be tried again
+            self._skipped.discard(i)
         suspects = [i for i in latest if i in self._suspects]
         self._copies |= {i: list(own) for i, own in self._ranges(gradients, suspects).items()}
         plain = [i for i in gradients if i not in latest]
@@ -111,7 +119,10 @@ class Compared:
         known = [factor.to(device, non_blocking=True) for factor in known]
         if self._looks_for_factor:
             befores, afters = [], []
-            for i in sorted(latest, key=lambda i: gradients[i].numel())[-_SAMPLED:]:
+            # The widest numbers tell a factor best, and samples are of one dtype.
+            widest = max((gradients[i].dtype for i in latest), key=lambda dtype: dtype.itemsize)
+            told = [i for i in latest if gradients[i].dtype == widest]
+            for i in sorted(told, key=lambda i: gradients[i].numel())[-_SAMPLED:]:
                 table, both = made[latest[i]]
                 numbers = [matrix.parameter for matrix in table.matrices]
                 matrix = table.matrices[numbers.index(i)]
@@ -142,7 +153,7 @@ class Compared:
         kind = next(iter(gradients.values())).dtype
         differs = self._products.compare(there, both, by, kind, table, self._rank)
         numbers = [
-            -1 if g is None else m.parameter for g, m in zip(own, table.matrices, strict=True)
+            _NOBODY if g is None else m.parameter for g, m in zip(own, table.matrices, strict=True)
         ]
         return numbers, differs, by
 
@@ -154,18 +165,19 @@ class Compared:
         """
         asked, self._asked = self._asked, []
         arrived = iter(devices.fetched([t for _, differs, by in asked for t in (differs, by)]))
-        verdicts: dict[int, bool] = {}
+        #: Factors of each gradient; None where they do not explain it. Of a step that was tried again the last ones.
+        verdicts: dict[int, tuple[float, ...] | None] = {}
         for numbers, *_ in asked:
             differs, by = next(arrived).tolist(), next(arrived).tolist()
             known = tuple(factor for factor in by if factor != 1.0)
             for i, is_strange in zip(numbers, differs, strict=True):
-                if i >= 0:
-                    verdicts[i] = is_strange
-                    self._store(i, None if is_strange else known)
-        strange = {i for i, is_strange in verdicts.items() if is_strange}
+                verdicts[i] = None if is_strange and i not in self._skipped else known
+        verdicts.pop(_NOBODY, None)
+        for i, factors in verdicts.items():
+            self._store(i, factors)
+        strange = {i for i, factors in verdicts.items() if factors is None}
         self.has_missed |= not strange <= self._copies.keys()
-        # Of what was not compared in this step nothing new is known.
-        self._suspects = (self._suspects - verdicts.keys()) | strange
+        self._suspects |= strange
         looked = self._looks_for_factor
         self._looks_for_factor |= bool(strange)
         return sorted(strange) if looked else []

@@ -25,7 +25,7 @@ _library = torch.library.Library("lowdiff", "FRAGMENT")
 
 
 def operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
-    """Define an operator that changes what its schema says, and returns nothing."""
+    """Define an operator that returns nothing; what it changes through addresses its schema does not say."""
     name = _library.define(f"{schema} -> ()")
 
     def launch_there(*given: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,10 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         for stored in self.stored:
             stored.kept |= {i: stored.held[i] for i in there if i in stored.held}
         self._taken.consume(there, self._made, factors)
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """See ``Reducer.skip``."""
+        self._taken.skip(parameters)
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""

@@ -17,9 +17,8 @@ import triton.language as tl
 
 from lowdiff.compressors.flat.kernels import kernel
 from lowdiff.compressors.flat.operators import operator
-from lowdiff.compressors.flat.sent import Sent
+from lowdiff.compressors.flat.sent import SentBucket, patterns
 from lowdiff.core import devices
-from lowdiff.core.layout import INT_OF_BYTES
 
 _MOST_TABLES = 64
 _LAUNCH: dict[str, Any] = {"num_warps": 4}
@@ -139,19 +138,19 @@ class TritonReading:
     #: By stream and what is searched; few, as a training's parameters stay what they are.
     _tables: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
 
-    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]) -> None:
+    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[SentBucket]) -> None:
         """See `Reading`."""
         addresses, dtype = _addresses(gradients, sent)
         queue = devices.queue_of(addresses.device)
         for one in sent:
-            table, patterns = one.places.table(queue), _patterns(one.room(dtype))
+            table, values = one.places.table(queue), patterns(one.room(dtype))
             numbers = one.places.most, dtype.itemsize, self.chunk
-            _read(addresses, one.positions, patterns, table, *numbers)
+            _read(addresses, one.positions, values, table, *numbers)
 
     def strange(
         self,
         gradients: Mapping[int, torch.Tensor],
-        sent: Sequence[Sent],
+        sent: Sequence[SentBucket],
         searched: Sequence[int],
     ) -> torch.Tensor:
         """See `Reading`."""
@@ -160,7 +159,7 @@ class TritonReading:
         found = torch.zeros(len(searched), dtype=torch.int32, device=addresses.device)
         table = self._table([(i, gradients[i].numel()) for i in searched], addresses.device, queue)
         of_sent = [
-            (one.positions, _patterns(one.room(dtype)), one.places.table(queue), one.places.most)
+            (one.positions, patterns(one.room(dtype)), one.places.table(queue), one.places.most)
             for one in sent
         ]
         try:
@@ -168,8 +167,8 @@ class TritonReading:
                 _clear(addresses, positions, own, most, width, self.chunk)
             _search(addresses, found, table, width, self.block, self.chunk)
         finally:
-            for positions, patterns, own, most in of_sent:
-                _restore(addresses, positions, patterns, own, most, width, self.chunk)
+            for positions, values, own, most in of_sent:
+                _restore(addresses, positions, values, own, most, width, self.chunk)
         return found != 0
 
     def _table(
@@ -191,7 +190,7 @@ class TritonReading:
 
 
 def _addresses(
-    gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]
+    gradients: Mapping[int, torch.Tensor], sent: Sequence[SentBucket]
 ) -> tuple[torch.Tensor, torch.dtype]:
     """Return where gradients lie, by layout index, 0 where there is none; and what they are."""
     first = next(iter(gradients.values()))
@@ -201,7 +200,3 @@ def _addresses(
         found[i] = gradient.data_ptr()
     there = torch.tensor(found, device="cpu").to(first.device, non_blocking=True)
     return there, first.dtype
-
-
-def _patterns(values: torch.Tensor) -> torch.Tensor:
-    return values.view(INT_OF_BYTES[values.element_size()])

@@ -5,7 +5,7 @@ All of it stays on the device until the commit asks for it: no optimizer step wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -95,7 +95,7 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentBucket:
     """What was exchanged of a bucket in one backward pass.
 
     Attributes:
@@ -128,8 +128,8 @@ class Sent:
 class Reading(Protocol):
     """Reads gradients that an optimizer is about to consume, without waiting for them."""
 
-    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]) -> None:
-        """Fill `Sent.values` for these gradients.
+    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[SentBucket]) -> None:
+        """Fill `SentBucket.values` for these gradients.
 
         Args:
             gradients: Layout index -> flat and whole; of one dtype.
@@ -140,7 +140,7 @@ class Reading(Protocol):
     def strange(
         self,
         gradients: Mapping[int, torch.Tensor],
-        sent: Sequence[Sent],
+        sent: Sequence[SentBucket],
         searched: Sequence[int],
     ) -> torch.Tensor:
         """Return which gradients hold another entry than +0.0 at a place that no rank sent.
@@ -159,7 +159,7 @@ class Reading(Protocol):
 class TorchReading:
     """Reading by PyTorch's own operations, several for each parameter."""
 
-    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]) -> None:
+    def read(self, gradients: Mapping[int, torch.Tensor], sent: Sequence[SentBucket]) -> None:
         """See `Reading`."""
         for gradient, positions, values in _parts(gradients, sent):
             values.copy_(gradient.index_select(0, positions))
@@ -167,7 +167,7 @@ class TorchReading:
     def strange(
         self,
         gradients: Mapping[int, torch.Tensor],
-        sent: Sequence[Sent],
+        sent: Sequence[SentBucket],
         searched: Sequence[int],
     ) -> torch.Tensor:
         """See `Reading`."""
@@ -175,7 +175,7 @@ class TorchReading:
         try:
             for gradient, positions, _ in parts:
                 gradient.index_fill_(0, positions, 0.0)
-            found = [_patterns(gradients[i]).count_nonzero() for i in searched]
+            found = [patterns(gradients[i]).count_nonzero() for i in searched]
         finally:
             for gradient, positions, values in parts:
                 gradient.index_copy_(0, positions, values)
@@ -183,7 +183,7 @@ class TorchReading:
 
 
 def _parts(
-    gradients: Mapping[int, torch.Tensor], sent: Sequence[Sent]
+    gradients: Mapping[int, torch.Tensor], sent: Sequence[SentBucket]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield a gradient, positions in it that a rank sent, and the values read there."""
     for one in sent:
@@ -195,7 +195,8 @@ def _parts(
                     yield gradient, positions[entries].long() - part.start, values[entries]
 
 
-def _patterns(values: torch.Tensor) -> torch.Tensor:
+def patterns(values: torch.Tensor) -> torch.Tensor:
+    """Look at values as integers."""
     return values.view(INT_OF_BYTES[values.element_size()])
 
 
@@ -211,7 +212,7 @@ class _Consumed:
     """
 
     known: Known
-    passes: Sequence[tuple[Sent, Place]]
+    passes: Sequence[tuple[SentBucket, Place]]
     ranges: Mapping[int, torch.Tensor]
     flag: torch.Tensor | None
 
@@ -236,8 +237,8 @@ class Taken:
     """What the optimizers of a step consume, as the ranks store it whose payloads are made here.
 
     Entries that no rank sent are noticed on the device and known at the commit: by all ranks that train the parameter,
-    as each searches all of it. In the next step its ranges are copied before the optimizer consumes it, and stored if it
-    is strange again; of the first step nothing is there to be stored.
+    as each searches all of it. From the next step on its ranges are copied before the optimizer consumes it, and stored
+    where it is strange again; of the first such step nothing is there to be stored.
 
     Args:
         layout: The parameters.
@@ -261,7 +262,7 @@ class Taken:
         self.missed: list[int] = []
         self._suspects: set[int] = set()
         #: Layout index -> what was exchanged of it in this step, in the order of backward passes.
-        self._sent: dict[int, list[tuple[Sent, Place]]] = {}
+        self._sent: dict[int, list[tuple[SentBucket, Place]]] = {}
         self._consumed: dict[int, _Consumed] = {}
         self._arrived: dict[int, StoredEntries] | None = None
 
@@ -270,7 +271,7 @@ class Taken:
         self.strange, self.missed = [], []
         self._sent, self._consumed, self._arrived = {}, {}, None
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: SentBucket) -> None:
         """Note an exchange; it may end later, or break off."""
         for part in sent.places.parts:
             self._sent.setdefault(part.parameter, []).append((sent, part))
@@ -320,6 +321,10 @@ class Taken:
 
     def _range(self, rank: int, parameter: int) -> slice:
         return slice(*share(self._layout.parameters[parameter].numel, rank, self._world_size))
+
+    def skip(self, parameters: Collection[int]) -> None:
+        """Forget what was read of these: no optimizer has consumed it."""
+        self._consumed = {i: own for i, own in self._consumed.items() if i not in parameters}
 
     def entries(self, rank: int) -> StoredEntries:
         """Return what a rank stores, on the CPU; waits for what is on the device."""
@@ -378,16 +383,15 @@ class Taken:
         """Note which gradients held what no rank sent."""
         self.strange = [i for i, is_strange in verdicts.items() if is_strange]
         self.missed = [i for i in self.strange if not self._consumed[i].ranges]
-        # Of what was not searched in this step nothing new is known.
-        self._suspects = (self._suspects - verdicts.keys()) | {*self.strange}
+        self._suspects |= {*self.strange}
 
 
-def _values(rank: int, sent: Sent, part: Place) -> torch.Tensor:
+def _values(rank: int, sent: SentBucket, part: Place) -> torch.Tensor:
     assert sent.values is not None
     return sent.values[rank, part.first : part.first + part.count]
 
 
-def _positions(partial: Sequence[tuple[int, Sent, Place]]) -> list[torch.Tensor]:
+def _positions(partial: Sequence[tuple[int, SentBucket, Place]]) -> list[torch.Tensor]:
     """Return the positions of all these in their parameters, each int64."""
     if not partial:
         return []
@@ -409,7 +413,7 @@ def _united(passes: Sequence[Entries]) -> Entries:
     DDP keeps an earlier pass's gradient of a parameter that no rank used in the last one.
     """
     last, *earlier = reversed(passes)
-    used = [(own, _patterns(values) != 0, values) for own, values in earlier]
+    used = [(own, patterns(values) != 0, values) for own, values in earlier]
     positions = torch.cat([last[0], *(own[is_used] for own, is_used, _ in used)])
     values = torch.cat([last[1], *(values[is_used] for _, is_used, values in used)])
     union, place = positions.unique(return_inverse=True)  # ascending

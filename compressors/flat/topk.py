@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from lowdiff.compressors.changes import ChangeWarning, Known
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import Headers, Wire, assigned, gather, step_of
 from lowdiff.compressors.flat.selection import Entries, Operands, Selection
-from lowdiff.compressors.flat.sent import Place, Places, Reading, Sent, Taken
+from lowdiff.compressors.flat.sent import Place, Places, Reading, SentBucket, Taken
 from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.sections import missed_section
@@ -23,7 +23,6 @@ from lowdiff.types import Layout, Payload, ResidualLayout
 
 #: Tables that are kept, beside one per parameter; a warm-up of the density makes new ones at every step.
 _MORE_TABLES = 256
-_MOST_PLACES = 1024
 
 
 class _BucketSelection:
@@ -150,6 +149,7 @@ class FlatTopKReducer:
         self._taken = Taken(layout, reading, list(self._ranks), self._world_size)
         self._warning = ChangeWarning(layout)
         self._places: dict[tuple[object, ...], Places] = {}
+        self._most_places = len(layout.parameters) + _MORE_TABLES
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""
@@ -171,7 +171,7 @@ class FlatTopKReducer:
             return completed(buffer)  # the optimizer may consume what backward left
         wire = Wire.empty(places.count, buffer.dtype, buffer.device)
         self._selection.take(buffer, places, Entries(wire.positions, wire.values))
-        sent = Sent(places, [])
+        sent = SentBucket(places, [])
         self._taken.add(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
         is_clear = sum(part.length for part in places.parts) == buffer.numel()
@@ -198,6 +198,10 @@ class FlatTopKReducer:
         # Without DDP, nothing can change a gradient between the exchange and this call.
         self._taken.consume(there, factors, searches=self._group is not None)
 
+    def skip(self, parameters: Collection[int]) -> None:
+        """See ``Reducer.skip``."""
+        self._taken.skip(parameters)
+
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
         self._headers.confirm()
@@ -223,14 +227,14 @@ class FlatTopKReducer:
         ]
         key = tuple(rows)
         if key not in self._places:
-            if len(self._places) >= _MOST_PLACES:
+            if len(self._places) >= self._most_places:
                 self._places.clear()
             self._places[key] = Places.of(rows, buffer.device)
         return self._places[key]
 
 
 def _rounding(
-    buffer: torch.Tensor, sent: Sent, narrow: torch.dtype, ranks: Sequence[int]
+    buffer: torch.Tensor, sent: SentBucket, narrow: torch.dtype, ranks: Sequence[int]
 ) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
     """Return what follows an exchange whose average is rounded."""
 

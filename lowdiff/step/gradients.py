@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,25 +146,29 @@ class RecordedGradients(Gradients):
             self._compress_in_place(gradients)
             self._reducer.consume(gradients)
         else:
-            attached = self._attached
-            parameters = [
-                p for i, p in attached.parameters.items() if attached.owner[i] == optimizer
-            ]
+            parameters = {
+                i: self._attached.parameters[i] for i, g in enumerate(gradients) if g is not None
+            }
             is_scaled = verdict.grad_scale is not None
-            factors = self._scaling.factors(parameters, is_scaled=is_scaled)
-            self._reducer.consume(gradients, factors=factors)
-        if not verdict.is_known_to_skip:
+            for members, factors in self._scaling.factors(parameters, is_scaled=is_scaled):
+                own = [g if i in members else None for i, g in enumerate(gradients)]
+                self._reducer.consume(own, factors=factors)
+        owned = self._owned(optimizer)
+        if verdict.is_known_to_skip:
+            self._reducer.skip(owned)
+        else:
             self._residual.settle(self._own_of(i for i, g in enumerate(gradients) if g is not None))
-        owner = self._attached.owner
-        owned = (i for i in self._attached.parameters if owner[i] == optimizer)
         return [i for i in owned if gradients[i] is None]
+
+    def _owned(self, optimizer: int) -> list[int]:
+        owner = self._attached.owner
+        return [i for i in self._attached.parameters if owner[i] == optimizer]
 
     def skipped(self, optimizer: int) -> None:
         """See `Gradients.skipped`: what was sent is owed again."""
-        owner = self._attached.owner
-        self._residual.unsettle(
-            self._own_of([i for i in self._attached.parameters if owner[i] == optimizer])
-        )
+        owned = self._owned(optimizer)
+        self._reducer.skip(owned)
+        self._residual.unsettle(self._own_of(owned))
 
     def _own_of(self, parameters: Iterable[int]) -> set[int]:
         """Return the parameters by their index among those that this rank's replica group has."""
@@ -227,24 +231,30 @@ class Scaling:
         if self._there is None and self._told.value != scale:
             self._told = Scaled(float(scale))
 
-    def factors(self, parameters: Iterable[torch.Tensor], *, is_scaled: bool = False) -> Known:
-        """Return factors that gradients were probably multiplied by since their exchange, in order.
+    def factors(
+        self, parameters: Mapping[int, torch.Tensor], *, is_scaled: bool = False
+    ) -> Iterator[tuple[set[int], Known]]:
+        """Yield what gradients were probably multiplied by since their exchange, in order; together what is alike.
 
         Args:
-            parameters: Whose gradients.
+            parameters: Whose gradients, by layout index.
             is_scaled: Whether they still carry the loss scale.
         """
-        own = set(map(id, parameters))
-        clipped = tuple(by for together, by in self._clipped if together & own)
+        together: dict[tuple[int, ...], set[int]] = {}
+        for i, parameter in parameters.items():
+            calls = (n for n, (own, _) in enumerate(self._clipped) if id(parameter) in own)
+            together.setdefault(tuple(calls), set()).add(i)
+        unscaled: Known = () if is_scaled else self._unscaled()
+        for numbers, members in together.items():
+            yield members, (*unscaled, *(self._clipped[number][1] for number in numbers))
+
+    def _unscaled(self) -> Known:
+        """Return the factor by which a scaler takes its scale out of gradients; none without a scale."""
         tensor = self._tensor
-        if is_scaled:
-            return clipped
         if tensor is not None and not devices.may_look(tensor):
-            return (_inverse(tensor), *clipped)
+            return (_inverse(tensor),)
         scale = self()
-        if scale in (0.0, 1.0):
-            return clipped
-        return (float(_inverse(torch.tensor(scale, device="cpu"))), *clipped)
+        return () if scale in (0.0, 1.0) else (float(_inverse(torch.tensor(scale, device="cpu"))),)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
@@ -253,7 +263,7 @@ class Scaling:
         own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         total = torch.nn.utils.clip_grad_norm_(own, max_norm, **options)
         if is_sharded(total):
-            return total  # gradients of shards are logged as they are consumed
+            return total  # each rank scales its shards; a compressor finds the factor
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         known = float(coefficient) if devices.may_look(coefficient) else coefficient
         self._clipped.append((frozenset(map(id, own)), known))

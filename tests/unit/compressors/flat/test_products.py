@@ -220,6 +220,17 @@ def test_what_was_changed_since_the_hook_is_noticed_and_then_stored(
         assert (whole.data.tolist() == [1]) == (not is_changed or is_factor or step == 2), step
 
 
+def test_nothing_is_missed_of_a_step_that_a_kernel_skipped() -> None:
+    rank = Rank(True)
+    rank.begin()
+    averages = rank.backward(gradients_of(1))
+    averages[0].fill_(torch.nan)
+    rank.reducer.consume(averages)
+    rank.reducer.skip([0, 1, 2, 3])
+    rank.reducer.payload()
+    assert not rank.reducer.has_missed
+
+
 @pytest.mark.parametrize("kind", ["zeros", "of rank one", "nan", "infinite"])
 def test_matrices_that_are_no_ordinary_ones_do_what_they_do_on_cpus(kind: str) -> None:
     ours, theirs = Rank(True), Rank(False)
