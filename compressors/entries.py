@@ -93,28 +93,25 @@ class StoredEntries:
                     fresh[i] = (torch.arange(whole.numel(), device=whole.device), whole.clone())
                     strange.add(i)
         numbers = read(factors) if self._narrow else ()
-        for i, (own, values) in fresh.items():
-            # A step may be tried again behind one that was broken off.
-            self._consumed_narrow.pop(i, None)
-            self._factors.pop(i, None)
-            narrow = self._narrow.get(i)
-            if narrow is not None and narrow.numel() == values.numel():
-                self._keep_narrow(i, (own, narrow), values, numbers)
-        self._consumed |= fresh
+        for i, entries in fresh.items():
+            self.put(i, entries, self._narrow.get(i), numbers)
         return strange
 
     def put(
         self, parameter: int, entries: Entries, narrow: torch.Tensor | None, factors: Factors
     ) -> None:
-        """Store entries that an optimizer consumed and somebody else has read.
+        """Store entries that an optimizer consumed.
 
         Args:
             parameter: Layout index.
-            entries: On the CPU.
+            entries: As they were read, here or by somebody else.
             narrow: What the values were rounded to before factors multiplied them.
             factors: See ``Reducer.consume``.
         """
         values = entries[1]
+        # A step may be tried again behind one that was broken off.
+        self._consumed_narrow.pop(parameter, None)
+        self._factors.pop(parameter, None)
         if narrow is not None and narrow.numel() == values.numel():
             self._keep_narrow(parameter, (entries[0], narrow), values, factors)
         self._consumed[parameter] = entries

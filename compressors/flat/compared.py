@@ -82,7 +82,7 @@ class Compared:
             self._copies.pop(i, None)  # a step may be tried again
             self._skipped.discard(i)
         suspects = [i for i in latest if i in self._suspects]
-        self._copies |= {i: list(own) for i, own in self._ranges(gradients, suspects).items()}
+        self._copies |= self._ranges(gradients, suspects)
         plain = [i for i in gradients if i not in latest]
         for i, ranges in self._ranges(gradients, plain).items():
             for stored, values in zip(self._stored, ranges, strict=True):
@@ -90,18 +90,13 @@ class Compared:
 
     def _ranges(
         self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[int]
-    ) -> dict[int, Sequence[torch.Tensor]]:
+    ) -> dict[int, list[torch.Tensor]]:
         """Copy what ranks store of some gradients: as many launches as dtypes."""
-        of_dtype: dict[torch.dtype, list[int]] = {}
-        for i in parameters:
-            of_dtype.setdefault(gradients[i].dtype, []).append(i)
-        found: dict[int, Sequence[torch.Tensor]] = {}
         count = len(self._stored)
-        for members in of_dtype.values():
-            parts = [gradients[i][s.consumed.share(i)] for i in members for s in self._stored]
-            copied = torch.cat(parts).split([part.numel() for part in parts])
-            found |= {i: copied[n * count : (n + 1) * count] for n, i in enumerate(members)}
-        return found
+        copies = devices.copied(
+            [gradients[i][s.consumed.share(i)] for i in parameters for s in self._stored]
+        )
+        return {i: copies[n * count : (n + 1) * count] for n, i in enumerate(parameters)}
 
     def _factors(
         self,

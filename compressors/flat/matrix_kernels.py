@@ -228,6 +228,26 @@ def keep(
         tl.store(target + kept + place, tl.where((is_there != 0)[:, None], value, earlier), inside)
 
 
+@triton.jit
+def _low_rank(
+    left, row, height, column, width, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Multiply P, behind which lies Q, with Q: a tile in float32.
+
+    Terms in their order, each added with one rounding, as PyTorch's `addcmul_` does.
+    """
+    right = left + RANK * height
+    p = tl.load(left + row, row < height, other=0.0)
+    q = tl.load(right + column, column < width, other=0.0)
+    made = p[:, None] * q[None, :]
+    for k in tl.static_range(1, RANK):
+        p = tl.load(left + k * height + row, row < height, other=0.0)
+        q = tl.load(right + k * width + column, column < width, other=0.0)
+        p = tl.broadcast_to(p[:, None], [ROWS, COLUMNS])
+        made = tl.fma(p, tl.broadcast_to(q[None, :], [ROWS, COLUMNS]), made)
+    return made
+
+
 @kernel
 def update(
     bucket, target, scale, factors, table, NUM, tiles, NUM_TILES,
@@ -242,20 +262,11 @@ def update(
     here = bucket + _of(table, 0, matrix, NUM)
     there = target + _of(table, 1, matrix, NUM)
     left = factors + _of(table, 6, matrix, NUM)
-    right = left + RANK * height
     by = tl.load(scale)
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = (row < height)[:, None] & (column < width)[None, :]
-        # Terms in their order, each added with one rounding, as PyTorch's `addcmul_` does.
-        p = tl.load(left + row, row < height, other=0.0)
-        q = tl.load(right + column, column < width, other=0.0)
-        made = p[:, None] * q[None, :]
-        for k in tl.static_range(1, RANK):
-            p = tl.load(left + k * height + row, row < height, other=0.0)
-            q = tl.load(right + k * width + column, column < width, other=0.0)
-            p = tl.broadcast_to(p[:, None], [ROWS, COLUMNS])
-            made = tl.fma(p, tl.broadcast_to(q[None, :], [ROWS, COLUMNS]), made)
+        made = _low_rank(left, row, height, column, width, RANK, ROWS, COLUMNS)
         gradient = _rounded(made, bucket.dtype.element_ty)
         place = row[:, None] * width + column[None, :]
         tl.store(here + place, gradient, inside)
@@ -278,20 +289,12 @@ def compare(
     width = _of(table, 3, matrix, NUM)
     address = tl.load(addresses + matrix)
     left = factors + _of(table, 6, matrix, NUM)
-    right = left + RANK * height
     found = tl.zeros([ROWS], tl.int32)
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         place = row[:, None] * width + column[None, :]
         inside = (row < height)[:, None] & (column < width)[None, :] & (address != 0)
-        p = tl.load(left + row, row < height, other=0.0)
-        q = tl.load(right + column, column < width, other=0.0)
-        made = p[:, None] * q[None, :]
-        for k in tl.static_range(1, RANK):
-            p = tl.load(left + k * height + row, row < height, other=0.0)
-            q = tl.load(right + k * width + column, column < width, other=0.0)
-            p = tl.broadcast_to(p[:, None], [ROWS, COLUMNS])
-            made = tl.fma(p, tl.broadcast_to(q[None, :], [ROWS, COLUMNS]), made)
+        made = _low_rank(left, row, height, column, width, RANK, ROWS, COLUMNS)
         gradient = _rounded(made, KIND)
         for number in range(COUNT):
             gradient = _rounded(_wide(gradient) * tl.load(by + number), KIND)

@@ -312,8 +312,7 @@ class Taken:
             flags = dict(zip(partial, found.split(1), strict=True))
         copied = [i for i in gradients if i not in partial or i in self._suspects]
         of_ranks = [(i, rank) for i in copied for rank in self._ranks]
-        parts = [gradients[i][self._range(rank, i)] for i, rank in of_ranks]
-        copies = torch.cat(parts).split([part.numel() for part in parts]) if parts else ()
+        copies = devices.copied([gradients[i][self._range(rank, i)] for i, rank in of_ranks])
         ranges: dict[int, dict[int, torch.Tensor]] = {i: {} for i in gradients}
         for (i, rank), values in zip(of_ranks, copies, strict=True):
             ranges[i][rank] = values

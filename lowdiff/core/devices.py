@@ -112,14 +112,27 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of flat tensors where they are; those of one dtype are copied together."""
+    return _together(tensors, lambda joined: joined)
+
+
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return flat tensors on the CPU; those of one dtype are copied together."""
+    return _together(tensors, on_host)
+
+
+def _together(
+    tensors: Sequence[torch.Tensor],
+    move: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Join the tensors of each dtype, move what comes of it, and part it again."""
     of_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         of_dtype.setdefault(tensor.dtype, []).append(place)
-    together = [torch.cat([tensors[place] for place in places]) for places in of_dtype.values()]
+    joined = [torch.cat([tensors[place] for place in places]) for places in of_dtype.values()]
     found = list(tensors)
-    for places, values in zip(of_dtype.values(), on_host(together), strict=True):
+    for places, values in zip(of_dtype.values(), move(joined), strict=True):
         parts = values.split([tensors[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             found[place] = part
