@@ -238,9 +238,10 @@ def main(*words: str) -> int:
                     fault.at("between")
                     if fault.phase == "error" and step == fault.step:
                         raise ValueError("a mistake in the loop")
+                    optimizer.step()
+                    # Only here has it surely passed on all that the others need to make the step.
                     if fault.phase == "stop" and step == fault.step:
                         _stop()
-                    optimizer.step()
                     fault.at("stepped")
                     scheduler.step()
                     tell("made", step + 1)
