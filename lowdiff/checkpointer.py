@@ -66,16 +66,16 @@ if TYPE_CHECKING:
 def stats_of(opened: Opened) -> dict[str, Any]:
     """Counters, positions and histograms of this rank; for any thread."""
     session = opened.session
-    queue, storage = session.queue, session.queue.storage
+    queue, storage = session.queue, session.storage
     return {
         "rank": opened.ranks.rank,
         "staging": str(opened.staging.folder.root),
-        **storage.counters.document(),
+        **session.counters.document(),
         **writer_document(storage.writer.read_status()),
         **queue.figures(),
         **({} if opened.copies is None else opened.copies.figures()),
         **({} if storage.publisher is None else storage.publisher.figures()),
-        "durable_step": queue.durable_step,
+        "durable_step": queue.durable_step(queue.look()),
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
         "diverged_ranks": list(session.agreement.health.ranks_apart),
@@ -409,8 +409,8 @@ class Checkpointer:
             self._watch_failures(opened)
             atexit.register(self._close, failed=True)  # a script may end without close()
         except BaseException:
-            self._session.queue.storage.stop()
-            self._session.queue.storage.writer.stop()
+            self._session.storage.stop()
+            self._session.storage.writer.stop()
             self._let_go(opened)
             raise
         warn_of_schedulers_left_out(attached.optimizers, others.values(), ranks.rank)
@@ -780,7 +780,7 @@ class Checkpointer:
         if self._failures is not None:
             self._failures.save("training begins anew in this process")
         opened.meter.end("failed")
-        opened.session.queue.storage.die(kills_processes=False)
+        opened.session.storage.die(kills_processes=False)
         self._let_go(opened)
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
@@ -800,7 +800,7 @@ class Checkpointer:
             KeyboardInterrupt,
             SystemExit,
         ):  # a second Ctrl-C: its processes go on by themselves
-            opened.session.queue.storage.die(kills_processes=False)
+            opened.session.storage.die(kills_processes=False)
             raise
         finally:
             with suppress(Exception):  # what went wrong before says more

@@ -32,7 +32,7 @@ PLACES = {
     "staging_chunk_bytes": "lowdiff.attach.memory._MIN_CHUNK_BYTES",
     "survivors_seconds": "lowdiff.persistence.writer.main._SURVIVORS_SECONDS",
     "upload_retry_seconds": "lowdiff.persistence.store.uploader._RETRY_SECONDS",
-    "waiting_notice_seconds": "lowdiff.commit.storage._NOTICE_SECONDS",
+    "waiting_notice_seconds": "lowdiff.commit.queue._NOTICE_SECONDS",
     "weights_group_bytes": "lowdiff.recovery.inspect.weights._GROUP_BYTES",
     "weights_groups": "lowdiff.recovery.inspect.weights._MOST_GROUPS",
     "write_retry_seconds": "lowdiff.persistence.writer.main._RETRY_SECONDS",

@@ -57,7 +57,7 @@ def kill(checkpointer: Checkpointer, *, processes: bool = True) -> None:
     Raises:
         UsageError: If it is not attached, or belongs to another process.
     """
-    checkpointer._session.queue.storage.die(kills_processes=processes)
+    checkpointer._session.storage.die(kills_processes=processes)
     assert checkpointer._opened is not None
     checkpointer._let_go(checkpointer._opened)
 
@@ -90,12 +90,11 @@ def wait_until(
         TimeoutError: If the condition does not come true in time; the message has the stats.
         UsageError: If it is not attached.
     """
-    storage, deadline = checkpointer._session.queue.storage, time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition(stats := checkpointer.stats()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {seconds:.0f} s stats() are still {stats}")
-        checkpointer._session.queue.status()
-        storage.tend()
+        checkpointer._session.queue.attend()
         time.sleep(_LOOK_SECONDS)
     return stats
 

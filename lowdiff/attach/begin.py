@@ -18,15 +18,15 @@ from lowdiff.attach.publish import publisher_of
 from lowdiff.attach.resume import Start
 from lowdiff.commit.agreement import Agreement, Health
 from lowdiff.commit.meter import Meter
-from lowdiff.commit.queue import LogQueue, StepQueue
+from lowdiff.commit.queue import LogQueue, Queue, SnapshotQueue
 from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
-from lowdiff.commit.snapshot_queue import SnapshotQueue
+from lowdiff.commit.sinks import Sink
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.standby import Standby, all_items
-from lowdiff.commit.storage import Storage
+from lowdiff.commit.storage import Storage, Trainer
 from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer
@@ -70,12 +70,14 @@ class Opened:
     """A running session and what closing it needs.
 
     Attributes:
+        settings: Of the run.
         meter: Measures it for the tuner.
         survivor: Saves the state after a failure; None with another strategy.
         random_states: Items to restore when the first step begins.
         copies: On other nodes; None where there are none.
     """
 
+    settings: Settings
     session: Session
     lock: RunLock
     staging: StagingArea
@@ -137,24 +139,28 @@ def begin(
             )
             standby = _standby(settings, live, folder, memory)
             wards = _wards(settings, live, fence, memory, undo, unused)
-            queue = _queue(settings, live, fence, memory, starting, publisher, undo)
-            meter = Meter(folder, queue.storage.counters)
+            trainer = Trainer(folder, settings, ranks.rank, ranks.world_size)
+            storage, queue = _queue(trainer, live, fence, memory, starting, publisher, undo)
+            meter = Meter(folder, trainer.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
             meter.note({**past.facts, "elements": float(elements)})
-            cadence = Cadence(settings, queue.storage, meter.recorder, ranks.world_size)
+            cadence = Cadence(trainer, storage.writer, meter.recorder)
             cadence.begin(start.step, past)
             live.tracker.start(start.items, is_under_way=start.step > 0 and ranks.rank == 0)
         # All ranks make each process group at once, and wait there for one that failed before.
         copies = _copies(settings, live, wards, ranks, memory, undo)
         recorder = _recorder(settings, live, fence, ranks, hook, scaling, memory)
+        sinks: list[Sink] = [sink for sink in (standby, copies) if sink is not None]
         # The base names the residual; from then on the memory of the life before is not needed, and goes.
         unused.pop_all()
         with ranks.together():
             session = Session(
                 live,
                 recorder,
+                trainer,
+                storage,
                 queue,
-                Staging(area, queue, live, meter.recorder, standby, copies),
+                Staging(area, trainer, storage, queue, live, meter.recorder, sinks),
                 _agreement(settings, live, ranks, lock),
                 Schedule(
                     cadence,
@@ -180,7 +186,7 @@ def begin(
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(session, lock, area, ranks, meter, start.items, survivor, copies)
+    return Opened(settings, session, lock, area, ranks, meter, start.items, survivor, copies)
 
 
 def _writer_settings(
@@ -325,27 +331,28 @@ def _log(folder: StagingFolder, fence: Fence, memory: Memory) -> StagingLog:
 
 
 def _queue(
-    settings: Settings,
+    trainer: Trainer,
     live: Live,
     fence: Fence,
     memory: Memory,
     starting: Future[WriterProcess],
     publisher: PublisherProcess | None,
     undo: ExitStack,
-) -> StepQueue:
-    """Make the queue of a writer that starts, and start the replica of a run without compression."""
-    folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
-    writer, rank, world_size = starting.result(), live.rank, live.world_size
+) -> tuple[Storage, Queue]:
+    """Make the processes of a rank whose writer starts, and the queue that they empty."""
+    settings, writer = trainer.settings, starting.result()
     if settings.strategy == "survivors":
-        return SnapshotQueue(Storage(folder, writer, None, settings, rank, world_size))
-    log = _log(folder, fence, memory)
+        storage = Storage(writer)
+        return storage, SnapshotQueue(trainer, storage)
+    log = _log(trainer.folder, fence, memory)
     if settings.logs_steps:
-        return LogQueue(log, Storage(folder, writer, None, settings, rank, world_size, publisher))
+        storage = Storage(writer, None, publisher)
+        return storage, LogQueue(log, trainer, storage)
     makes_images = live.attached.is_on_host
     replica = _replica(settings, live, log, makes_images=makes_images)
     undo.callback(replica.stop)
-    storage = Storage(folder, writer, replica, settings, rank, world_size, publisher)
-    return ReplicaQueue(log, storage, replica, makes_images=makes_images)
+    storage = Storage(writer, replica, publisher)
+    return storage, ReplicaQueue(log, trainer, storage, replica, makes_images=makes_images)
 
 
 def _recorder(
@@ -409,13 +416,13 @@ def _make_base_durable(settings: Settings, session: Session, fence: Fence, start
     # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
     # has trained, so until no rank can fail to begin.
     if start.needs_snapshot:
-        queue.wait_for_snapshot()
+        queue.wait_for_snapshot(queue.attend())
     elif start.continues and queue.logs_steps:
-        queue.storage.wait_for_adoption(queue)
+        queue.wait_for_adoption()
     if settings.store is not None and (start.needs_snapshot or queue.logs_steps):
         is_rebased = start.needs_snapshot and fence.incarnation > 0
         step = -1 if is_rebased else start.step
-        queue.storage.wait_for_store(queue, step, queue.images.step)
+        queue.wait_for_store(step)
 
 
 def _residual(

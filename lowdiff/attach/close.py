@@ -57,19 +57,19 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     patience = _ABANDON_SECONDS
     if failed and not session.agreement.has_lost_run:
         patience = _secure(opened)
-    session.queue.storage.stop()
+    session.storage.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
     if is_last_snapshot:
         patience = _MEET_SECONDS
     opened.meter.end("failed" if failed else "closed")
     try:
-        status = session.queue.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
+        status = session.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
     except WriterFailed as error:
         if not is_lenient:
             raise
         Code.WRITER_NOT_FINISHED.warn(error)
         return
-    publisher = session.queue.storage.publisher
+    publisher = session.storage.publisher
     if publisher is not None:
         publisher.finish(_ABANDON_SECONDS if is_lenient else _PUBLISH_SECONDS)
     if is_last_snapshot:
@@ -88,18 +88,20 @@ def _secure(opened: Opened) -> float:
     aim = step = session.committed_step
     with suppress(Exception):  # a survivor has saved the live state by now, if it could
         aim = session.secure(takes_live=opened.survivor is None)
-    while queue.durable_step < aim and time.monotonic() < deadline:
-        if queue.status().error:
+    look = queue.attend()
+    while (durable := queue.durable_step(look)) < aim and time.monotonic() < deadline:
+        if look.writer.error:
             break
         time.sleep(_LOOK_SECONDS)
-    if queue.durable_step < step:
+        look = queue.attend()
+    if durable < step:
         Code.STEPS_AT_RISK.warn(
-            f"steps {queue.durable_step + 1} to {step} are committed and lie in memory alone, in "
+            f"steps {durable + 1} to {step} are committed and lie in memory alone, in "
             f"{opened.staging.folder.root}: attach on this machine goes on from there; with a container, or a reboot, "
             "they go",
             rank=opened.ranks.rank,
             step=step,
-            durable_step=queue.durable_step,
+            durable_step=durable,
         )
     return max(_HEAR_SECONDS, deadline - time.monotonic())
 
@@ -130,7 +132,7 @@ def _remove_staging(opened: Opened, status: WriterStatus) -> None:
 
 def _sees_all_shares(opened: Opened, status: WriterStatus) -> bool:
     """Whether the last snapshot lies whole in this rank's run folder, or in the store."""
-    step, settings = opened.session.step, opened.session.queue.storage.settings
+    step, settings = opened.session.step, opened.settings
     if settings.store is not None:
         return status.remote_snapshot >= step
     snapshot = settings.folder.snapshot(opened.staging.folder.incarnation, step)
@@ -139,7 +141,7 @@ def _sees_all_shares(opened: Opened, status: WriterStatus) -> bool:
 
 def _abandon(opened: Opened) -> None:
     """End replica and writer, which would hold the run; the next attach adopts what is staged."""
-    storage = opened.session.queue.storage
+    storage = opened.session.storage
     storage.stop()
     opened.meter.end("failed")
     try:
@@ -151,7 +153,7 @@ def _abandon(opened: Opened) -> None:
 def release(opened: Opened) -> None:
     """Let go of optimizer, process group, publisher and locks."""
     opened.session.detach()
-    publisher = opened.session.queue.storage.publisher
+    publisher = opened.session.storage.publisher
     if publisher is not None:
         publisher.orphan()
     if opened.copies is not None:
@@ -206,12 +208,12 @@ def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
 
 def _is_storage_ready(opened: Opened) -> bool:
     """Whether storage would take a snapshot without stopping training, soon and without trouble."""
-    queue, deadline = opened.session.queue, time.monotonic() + _ABANDON_SECONDS
-    while not queue.is_ready_for_snapshot(opened.session.step):
-        if queue.storage.errors.any or time.monotonic() > deadline:
-            return False
+    session, deadline = opened.session, time.monotonic() + _ABANDON_SECONDS
+    while not (is_ready := session.is_storage_ready()) and time.monotonic() < deadline:
+        if session.has_storage_error:
+            break
         time.sleep(_LOOK_SECONDS)
-    return not queue.storage.errors.any
+    return is_ready and not session.has_storage_error
 
 
 def _failure_of_snapshot(opened: Opened) -> str:

@@ -83,24 +83,24 @@ _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
 
 
 class News:
-    """Tells and hears; what a single process tells is what it hears.
+    """Exchange news with the other ranks.
 
     Args:
-        group: Of the ranks; None for a single process.
+        group: Of the ranks.
         patience: How long ranks wait for one another; None: as long as the group does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, patience: timedelta | None = None) -> None:
-        self._group, self._patience = group, patience
+    def __init__(self, group: dist.ProcessGroup, patience: timedelta | None = None) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._patience = patience
         self._told: RankNews | None = None
         self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
 
     def tell(self, news: RankNews) -> None:
         """Send this rank's news; returns at once. What was sent before must have been heard."""
         assert self._coming is None
+        assert self._group is not None
         self._told = news
-        if self._group is None:
-            return
         words = torch.tensor([int(word) for word in astuple(news)], device="cpu")
         all_words = [torch.empty_like(words) for _ in range(self._group.size())]
         work = dist.all_gather(all_words, words, group=self._group, async_op=True)
@@ -117,9 +117,7 @@ class News:
             RankLost: If a rank ended.
             UsageError: If a rank is at another step.
         """
-        assert self._told is not None
-        if self._coming is None:
-            return (self._told,)
+        assert self._coming is not None
         work, all_words = self._coming
         limit = self._patience if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         try:
@@ -283,7 +281,10 @@ class Agreement:
         self._heard: tuple[RankNews, ...] | None = None
         #: Of the step before.
         self._settled: tuple[RankNews, ...] | None = None
-        self._news = News(None if self.is_alone else ranks.group, ranks.patience)
+        self._news: News | None = None
+        if not self.is_alone:
+            assert ranks.group is not None
+            self._news = News(ranks.group, ranks.patience)
         self._lock = lock
         self.was_told_to_stop = self._all_stop = self._has_lost_run = False
         self._acted_step = -1
@@ -308,6 +309,7 @@ class Agreement:
 
     def tell(self, news: RankNews) -> None:
         """Say how this rank stands after a step."""
+        assert self._news is not None
         self._news.tell(news)
 
     def peek(self) -> tuple[RankNews, ...] | None:
@@ -315,36 +317,39 @@ class Agreement:
 
         A rank that dies in its optimizer's step leaves no news of this step.
         """
-        newest = self._heard or self._news.peek()
+        newest = self._heard or (None if self._news is None else self._news.peek())
         return self._settled if newest is None else newest
 
     def close(self) -> None:
         """Tell and hear no more."""
-        if not self._news.close():
+        if self._news is not None and not self._news.close():
             self._ranks.abandon()
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[tuple[RankNews, ...], bool]:
         """Wait, once, for what all ranks said.
 
         Returns:
-            What they said, and whether it is heard for the first time.
+            What they said, and whether it is heard for the first time; a single process hears nothing.
 
         Raises:
             RankLost: If a rank ended.
             UsageError: If a rank is at another step.
         """
+        if self._news is None:
+            return (), False
         is_new = self._heard is None
         if self._heard is None:
             self._heard = self._news.hear(timeout_seconds)
         return self._heard, is_new
 
     def refuse_lost_run(self, heard: Sequence[RankNews]) -> None:
-        """See that no rank has lost the run.
+        """See that no rank has lost the run, as all ranks know it; a single process looks by itself.
 
         Raises:
             RunInUse: If one has; on all ranks.
         """
-        self._has_lost_run |= any(news.has_lost_run for news in heard)
+        is_told = any(news.has_lost_run for news in heard)
+        self._has_lost_run |= self._lock.is_lost() if self.is_alone else is_told
         if self._has_lost_run:
             raise self._lock.taken_over()
 

@@ -1,111 +1,103 @@
-"""The queue of steps that training fills: what every strategy offers, and the one of logged steps."""
+"""The queue of steps that training fills and other processes empty; those of strategies log and survivors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from lowdiff.commit.storage import Images, Storage
+from lowdiff.commit.images import Images
+from lowdiff.commit.sinks import Handed, Sink, Snapshot
+from lowdiff.commit.storage import Look, Storage, Trainer
 from lowdiff.core.events import Code
+from lowdiff.errors import StorageError
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
-from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import WriterStatus
-from lowdiff.types import Differential, Section
+from lowdiff.persistence.staging.status import Backoff, WriterStatus
+from lowdiff.types import Differential
+
+#: Between two looks, at first and at most: whoever waits long need not look often.
+_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.001, 0.01
+_NOTICE_SECONDS = 30.0
 
 
-class StepQueue(Protocol):
-    """One rank's queue of steps: staged by training, emptied by other processes.
+class Queue(Sink, ABC):
+    """One rank's queue: staged by training, emptied by its processes.
 
     Large because it is all that strategies do differently while a training runs.
 
+    Args:
+        trainer: This rank's training.
+        storage: The processes that empty the queue.
+
     Attributes:
-        storage: The processes that empty it.
         logs_steps: Whether every step becomes durable by itself, without a snapshot after it.
         makes_images: Whether another process takes the regular snapshots.
+        images: Full snapshots on their way to the processes.
     """
 
-    logs_steps: ClassVar[bool]
-    makes_images: bool
-    storage: Storage
+    logs_steps: ClassVar[bool] = False
+    makes_images = False
+
+    def __init__(self, trainer: Trainer, storage: Storage) -> None:
+        self.images = Images(trainer)
+        self._trainer = trainer
+        self._storage = storage
 
     @property
-    def staged_checksum(self) -> int:
-        """CRC-32C of the body of the record that was staged last; 0 where none was."""
-        ...
+    def _most_at_risk(self) -> int:
+        """How many steps may be at risk."""
+        return 2 * self._trainer.settings.snapshot_every
 
-    @property
-    def images(self) -> Images:
-        """Full snapshots on their way to the processes."""
-        ...
+    @abstractmethod
+    def _lacks_files(self) -> bool:
+        """Whether somebody removed files that its processes read."""
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether somebody removed or damaged the staging folder, or files of it."""
-        ...
+    def look(self) -> Look:
+        """Read what the processes report, and see whether files are there; for any thread."""
+        writer = self._storage.writer.read_status()
+        return Look(writer, is_gone=writer.lost_image >= 0 or self._lacks_files())
 
-    @property
-    def durable_step(self) -> int:
-        """The newest step of this rank's that needs no memory to be recovered; for any thread."""
-        ...
+    def attend(self) -> Look:
+        """Start dead processes anew, look, and say what is wrong where that is news. For one thread."""
+        self._storage.start_dead()
+        look = self.look()
+        self._say(look)
+        return look
 
-    @property
-    def owes_snapshot(self) -> bool:
-        """Whether a snapshot could not be taken and should be, or a step is lost and needs one."""
-        ...
+    def durable_step(self, look: Look) -> int:
+        """Return the newest step of this rank's that needs no memory to be recovered."""
+        return look.writer.unbroken_step
 
-    def status(self) -> WriterStatus:
-        """Return the report of the processes; they are started again where they died."""
-        ...
+    def owes_snapshot(self, look: Look) -> bool:
+        """See `Sink`: whether one could not be taken and should be, or a step is lost and needs one."""
+        return self.images.is_owed
 
-    def stage(
-        self,
-        kind: RecordKind,
-        record: Differential,
-        *,
-        rebases: bool,
-    ) -> None:
-        """Stage a record, as soon as there is room and little enough is at risk.
+    def is_ready_for_snapshot(self, step: int, look: Look) -> bool:
+        """Whether one after ``step`` would not stop training, as far as this rank knows."""
+        return self.images.is_ready(step, look)
 
-        Raises:
-            WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
-            StorageError: If there is no memory, or staging was removed.
+    def news(self, step: int, look: Look) -> dict[str, Any]:
+        """See `Sink`."""
+        return {"can_snapshot": self.is_ready_for_snapshot(step, look)}
+
+    def snapshot(self, snapshot: Snapshot) -> Snapshot:
+        """See `Sink`: waits for the one before it, whose memory it takes.
+
+        Unless it is required, it is owed where it would stop training: with ``backpressure="degrade"``
+        instead of waiting, and when there is no memory for it.
         """
-        ...
-
-    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
-        """Stage what an optimizer is about to use before its step ends, where that saves a copy.
-
-        Args:
-            step: The step under way.
-            sections: The gradients of one optimizer step, where they lie now.
-        """
-        ...
-
-    def stage_snapshot(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> None:
-        """Stage a full snapshot; waits for the one before it, whose memory it takes.
-
-        Unless it is required, it is owed where it would stop training: with
-        ``backpressure="degrade"`` instead of waiting, and when there is no memory for it.
-
-        Raises:
-            StorageError: If there is no memory for a required one.
-        """
-        ...
-
-    def is_ready_for_snapshot(self, step: int) -> bool:
-        """Whether one after ``step`` would not stop training, as far as this rank knows.
-
-        Asks for the `status`, so that errors of storage are known afterwards.
-        """
-        ...
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until the last staged snapshot is durable."""
-        ...
+        images, look = self.images, snapshot.look
+        is_busy = look.writer.durable_snapshot < images.step
+        if is_busy and self._trainer.degrades and not snapshot.required:
+            images.is_owed = True
+            return snapshot
+        if is_busy:
+            look = self.wait_for_snapshot(look)
+        return self._stage_image(replace(snapshot, look=look))
 
     def secure(self, step: int) -> int:
         """Have a committed step become durable, as training ends; returns the newest that can.
@@ -113,161 +105,248 @@ class StepQueue(Protocol):
         Args:
             step: The newest committed step.
         """
-        ...
+        return step
 
     def begin_anew(self, step: int) -> None:
-        """Go on after ``step`` in a folder that was made anew; a full snapshot is owed.
+        """See `Sink`: a full snapshot is owed."""
+        self._trainer.begin_anew()
+        self._storage.begin_anew()
+        self._trainer.errors.skip_lost(step)
+        self.images.begin_anew(self._storage.writer.read_status().durable_snapshot)
+
+    def wait_until(self, condition: Callable[[Look], bool], what: str, look: Look) -> Look:
+        """Wait for a condition on what the processes report; returns the look at which it was true.
 
         Raises:
-            StorageError: If there is no memory for it.
+            StorageError: If staging was removed meanwhile.
+            WriterFailed: If ``on_error="raise"`` and the writer reports an error.
         """
-        ...
+        if condition(look):
+            return look
+        trainer = self._trainer
+        started = noticed = time.perf_counter()
+        rest = Backoff(_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
+        while not condition(look := self.attend()):
+            if look.is_gone:
+                raise StorageError(
+                    f"{trainer.folder.root} was removed or damaged while training waited for {what}"
+                )
+            if look.writer.error and trainer.raises:
+                raise trainer.errors.failure([trainer.rank])
+            time.sleep(rest.next_seconds())
+            now = time.perf_counter()
+            if now - noticed > _NOTICE_SECONDS:
+                noticed = now
+                Code.WAITING.warn(
+                    f"training has waited {now - started:.0f} s for {what}{self._held_up_by(look)}",
+                    rank=trainer.rank,
+                    seconds=now - started,
+                )
+        trainer.counters.waiting_seconds += time.perf_counter() - started
+        return look
 
-    def figures(self) -> dict[str, Any]:
-        """Further parts of ``stats()``; for any thread."""
-        ...
+    def wait_for_snapshot(self, look: Look) -> Look:
+        """Wait until the last staged snapshot is durable."""
+        step = self.images.step
+        what = f"the snapshot of step {step} to be durable"
+        look = self.wait_until(lambda look: look.writer.settled_snapshot >= step, what, look)
+        if look.writer.durable_snapshot < step:
+            raise StorageError(
+                f"the snapshot of step {step} in {self._trainer.folder.root} was removed or damaged before it was "
+                "durable"
+            )
+        return look
+
+    def wait_for_adoption(self) -> None:
+        """Wait until the steps that an earlier incarnation had only staged are durable."""
+        what = "the steps of the incarnation before to be durable"
+        self.wait_until(lambda look: look.writer.adopted, what, self.attend())
+
+    def wait_for_store(self, step: int) -> None:
+        """Wait until a step and the last snapshot are in the store, or the store reports an error.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and the store reports an error.
+        """
+        trainer, snapshot = self._trainer, self.images.step
+
+        def is_there(look: Look) -> bool:
+            writer = look.writer
+            is_stored = writer.remote_step >= step and writer.remote_snapshot >= snapshot
+            return bool(writer.remote_error) or is_stored
+
+        what = f"step {max(step, snapshot)} to be in {trainer.settings.store}"
+        self.wait_until(is_there, what, self.attend())
+        if trainer.errors.of_store and trainer.raises:
+            raise trainer.errors.failure([trainer.rank])
+
+    def _wait_for_step(
+        self, limit: int, is_reached: Callable[[Look, int], bool], look: Look
+    ) -> Look:
+        """Wait until a step is no longer at risk.
+
+        The last step that may be at risk is kept for telling the other ranks of an error.
+
+        Args:
+            limit: The step.
+            is_reached: Whether a step is no longer at risk, as the processes report it.
+            look: The last one.
+        """
+        if self._trainer.tells_first:
+            look = self.wait_until(
+                lambda look: is_reached(look, limit + 1) or bool(look.writer.error),
+                f"step {limit + 1} to be durable",
+                look,
+            )
+        what = f"step {limit} to be durable"
+        return self.wait_until(lambda look: is_reached(look, limit), what, look)
+
+    def _stage_image(self, snapshot: Snapshot) -> Snapshot:
+        step = snapshot.sealed.differential.step
+        if not self.images.stage(step, snapshot.tensors, required=snapshot.required):
+            return snapshot
+        return replace(snapshot, mark=self._trainer.page.status.image)
+
+    def _say(self, look: Look) -> None:
+        if not (look.writer.error and look.is_gone):  # the next commit names the cause and cures it
+            self._trainer.errors.report(look.writer, self._most_at_risk)
+
+    def _held_up_by(self, look: Look) -> str:
+        """Say what a wait that is long may be due to."""
+        return ""
 
 
-class LogQueue:
-    """Differentials that the writer makes durable; see `StepQueue`. Large because it is all of that."""
+def base_record(base: Handed) -> Differential:
+    """Return the record of what an incarnation starts from, which names its residual."""
+    return replace(base.sealed.differential, held=())
+
+
+class SnapshotQueue(Queue):
+    """Full snapshots alone (strategy survivors). What survivors save is not in it: see `Standby`."""
+
+    def _lacks_files(self) -> bool:
+        return not self._trainer.folder.survivor_status.exists()
+
+
+class LogQueue(Queue):
+    """Differentials that the writer makes durable (strategy log)."""
 
     logs_steps: ClassVar[bool] = True
 
-    def __init__(self, log: StagingLog, storage: Storage) -> None:
-        self.storage = storage
-        self.images = Images(storage)
-        self.makes_images = False
+    def __init__(self, log: StagingLog, trainer: Trainer, storage: Storage) -> None:
+        super().__init__(trainer, storage)
         self._log = log
         self._first_dropped = -1
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
 
     @property
-    def staged_checksum(self) -> int:
-        """See `StepQueue`."""
-        return self._log.checksum
+    def _most_at_risk(self) -> int:
+        return 2 * self._storage.writer.batch_size
 
-    @property
-    def is_gone(self) -> bool:
-        """See `StepQueue`."""
-        return self._log.is_gone or self.storage.has_lost_image
+    def _lacks_files(self) -> bool:
+        return self._log.is_gone
 
-    @property
-    def durable_step(self) -> int:
-        """See `StepQueue`: what follows dropped steps counts once the snapshot behind it is durable."""
-        status = self.storage.writer.read_status()
-        if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
-            return min(status.unbroken_step, self._first_dropped - 1)
-        return status.unbroken_step
+    def durable_step(self, look: Look) -> int:
+        """See `Queue`: what follows dropped steps counts once the snapshot behind it is durable."""
+        durable, dropped = look.writer.unbroken_step, self._log.dropped_step
+        if 0 < self._first_dropped and look.writer.durable_snapshot < dropped:
+            return min(durable, self._first_dropped - 1)
+        return durable
 
-    @property
-    def owes_snapshot(self) -> bool:
-        """See `StepQueue`."""
-        return self.images.is_owed or self.storage.last.lost_step > self.images.step
+    def owes_snapshot(self, look: Look) -> bool:
+        """See `Queue`."""
+        return self.images.is_owed or look.writer.lost_step > self.images.step
 
-    def status(self) -> WriterStatus:
-        """See `StepQueue`; trouble that is news is said."""
-        status = self.storage.last = self.storage.writer.status()
-        if not (status.error and self.is_gone):  # the next commit names the cause and cures it
-            self.storage.errors.report(status, 2 * self.storage.batch_size)
-        return status
+    def stage_base(self, base: Handed) -> Handed:
+        """See `Sink`: names the residual that an incarnation starts from."""
+        return self._append(RecordKind.BASE, base_record(base), base)
 
-    def stage(
-        self,
-        kind: RecordKind,
-        record: Differential,
-        *,
-        rebases: bool,
-    ) -> None:
-        """See `StepQueue`: at most ``2 * batch_size`` steps are at risk.
+    def stage(self, handed: Handed) -> Handed:
+        """See `Sink`: at most ``2 * batch_size`` steps are at risk.
 
         With ``backpressure="degrade"`` at once, whatever that drops.
         """
-        storage, log, status = self.storage, self._log, self.status()
-        step, scalars, sections = record.step, encode_scalars(record), sections_of(record)
-        if kind is RecordKind.DIFFERENTIAL:
-            limit = step - 2 * storage.batch_size
-            if storage.degrades:
-                storage.counters.unprotected_steps += status.durable_step < limit
-            elif self._renewed_step >= 0 or status.durable_step <= limit:
-                self._wait_for_step(limit)
-                status = self.status()
+        trainer, look = self._trainer, handed.look
+        record = handed.sealed.differential
+        limit = record.step - self._most_at_risk
+        if trainer.degrades:
+            trainer.counters.unprotected_steps += look.writer.durable_step < limit
+        elif self._renewed_step >= 0 or look.writer.durable_step <= limit:
+            look = self._bound_risk(limit, look)
+        return self._append(RecordKind.DIFFERENTIAL, record, replace(handed, look=look))
 
-        def fits(status: WriterStatus) -> bool:
+    def is_ready_for_snapshot(self, step: int, look: Look) -> bool:
+        """See `Queue`."""
+        is_near = look.writer.durable_step >= step - self._most_at_risk
+        return super().is_ready_for_snapshot(step, look) and is_near
+
+    def secure(self, step: int) -> int:
+        """See `Queue`."""
+        self._storage.writer.write_through()
+        return step
+
+    def begin_anew(self, step: int) -> None:
+        """See `Queue`: the snapshot takes the place of the steps that were lost."""
+        self._log = self._log.anew()
+        super().begin_anew(step)
+        self._renewed_step = step
+
+    def _append(self, kind: RecordKind, record: Differential, handed: Handed) -> Handed:
+        log, drops = self._log, self._trainer.degrades
+        scalars, sections = encode_scalars(record), sections_of(record)
+        sizes: list[int] = []
+
+        def fits(look: Look) -> bool:
             dropped_before = log.dropped_step
             try:
                 size = log.append(
                     kind,
-                    step,
+                    record.step,
                     scalars,
                     sections,
-                    durable_step=status.durable_step,
-                    rebases=rebases,
-                    drop=storage.degrades,
+                    durable_step=look.writer.durable_step,
+                    rebases=kind is RecordKind.DIFFERENTIAL and handed.sealed.rebases,
+                    drop=drops,
                 )
             finally:  # even so there may be no memory for this record
                 if log.dropped_step > dropped_before:
-                    self._note_dropped(dropped_before, status)
-            storage.counters.staged_bytes += size or 0
+                    self._note_dropped(dropped_before, look.writer)
+            sizes.append(size or 0)
             return size is not None
 
-        if not fits(status):
-            storage.wait_until(self, fits, "staging memory")
+        look = self.wait_until(fits, "staging memory", handed.look)
+        return replace(
+            handed,
+            look=look,
+            checksum=log.checksum,
+            staged_bytes=handed.staged_bytes + sizes[-1],
+        )
 
-    def stage_ahead(self, step: int, sections: Sequence[Section]) -> None:
-        """See `StepQueue`: compressed gradients are staged with their step."""
-
-    def stage_snapshot(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> None:
-        """See `StepQueue`."""
-        self.images.stage_behind_last(self, step, tensors, required=required)
-
-    def is_ready_for_snapshot(self, step: int) -> bool:
-        """See `StepQueue`."""
-        status = self.status()
-        is_near = status.durable_step >= step - 2 * self.storage.batch_size
-        return self.images.is_ready(step, status) and is_near
-
-    def secure(self, step: int) -> int:
-        """See `StepQueue`."""
-        self.storage.writer.write_through()
-        return step
-
-    def wait_for_snapshot(self) -> None:
-        """See `StepQueue`."""
-        self.storage.wait_for_image(self, self.images.step)
-
-    def begin_anew(self, step: int) -> None:
-        """See `StepQueue`: the snapshot takes the place of the steps that were lost."""
-        self._log = self._log.anew()
-        self.storage.begin_anew(step)
-        self.images.begin_anew()
-        self._renewed_step = step
-
-    def figures(self) -> dict[str, Any]:
-        """See `StepQueue`."""
-        return {}
-
-    def _wait_for_step(self, limit: int) -> None:
+    def _bound_risk(self, limit: int, look: Look) -> Look:
         if self._renewed_step >= 0 and self.images.step > self._renewed_step:
-            self.wait_for_snapshot()  # until it is durable no step after the lost ones is of use
+            # Until it is durable no step after the lost ones is of use.
+            look = self.wait_for_snapshot(look)
             self._renewed_step = -1
         if limit <= self._renewed_step:
-            return  # it is durable, or lost
-        self.storage.wait_for_step(self, limit, lambda status, step: status.durable_step >= step)
+            return look  # it is durable, or lost
 
-    def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
+        def is_reached(look: Look, step: int) -> bool:
+            return look.writer.durable_step >= step
+
+        return self._wait_for_step(limit, is_reached, look)
+
+    def _note_dropped(self, dropped_before: int, writer: WriterStatus) -> None:
         """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
-        durable_step = max(dropped_before, status.durable_step)
-        if status.durable_snapshot >= dropped_before:  # else the gap before is still open
+        durable_step = max(dropped_before, writer.durable_step)
+        if writer.durable_snapshot >= dropped_before:  # else the gap before is still open
             self._first_dropped = durable_step + 1
         if not self.images.is_owed:
             Code.STEPS_DROPPED.warn(
                 "storage is too slow and staging memory is full, so steps from "
                 f"{durable_step + 1} on are given up; a full snapshot follows when storage is back",
-                rank=self.storage.rank,
+                rank=self._trainer.rank,
                 step=durable_step + 1,
             )
         self.images.is_owed = True
-        self.storage.counters.dropped_steps += self._log.dropped_step - durable_step
+        self._trainer.counters.dropped_steps += self._log.dropped_step - durable_step

@@ -15,12 +15,12 @@ from enum import Enum
 from typing import Any
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.queue import StepQueue
-from lowdiff.commit.storage import Storage
+from lowdiff.commit.queue import Queue
+from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
-from lowdiff.settings import Settings
+from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.step.states import Sealed
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
@@ -87,7 +87,7 @@ class Schedule:
     """
 
     def __init__(
-        self, cadence: Cadence, queue: StepQueue, *, is_alone: bool, audited_until: float
+        self, cadence: Cadence, queue: Queue, *, is_alone: bool, audited_until: float
     ) -> None:
         self.cadence = cadence
         self._queue = queue
@@ -106,13 +106,14 @@ class Schedule:
         return step <= self._audited_until or self.cadence.is_due(step)
 
     def settle(
-        self, sealed: Sealed, heard: Sequence[RankNews], *, is_preempted: bool
+        self, sealed: Sealed, heard: Sequence[RankNews], look: Look, *, is_preempted: bool
     ) -> Why | None:
         """Decide about a snapshot after a step, and count the interval from it.
 
         Args:
             sealed: The step.
             heard: What all ranks said after the step before.
+            look: At storage.
             is_preempted: Whether the training was told to stop soon.
 
         Returns:
@@ -126,7 +127,7 @@ class Schedule:
                 logs_steps=self._queue.logs_steps,
                 makes_images=self._queue.makes_images,
                 asked=self._asked,
-                can_catch_up=self._can_catch_up(step, heard),
+                can_catch_up=self._can_catch_up(step, heard, look),
                 is_last_chance=is_preempted and not self._has_prepared,
             )
         )
@@ -137,10 +138,11 @@ class Schedule:
             self.cadence.snapshot_taken(step)
         return why
 
-    def _can_catch_up(self, step: int, heard: Sequence[RankNews]) -> bool:
+    def _can_catch_up(self, step: int, heard: Sequence[RankNews], look: Look) -> bool:
         """Whether to take a snapshot that a rank owes; it exists only with every rank's share."""
         if self._is_alone:
-            return self._queue.owes_snapshot and self._queue.is_ready_for_snapshot(step)
+            queue = self._queue
+            return queue.owes_snapshot(look) and queue.is_ready_for_snapshot(step, look)
         # The news are from before the last commit's snapshot, which may be the one owed.
         return (
             self._tried_step < step - 1
@@ -152,22 +154,16 @@ class Schedule:
 class Cadence:
     """The setting in force on this rank, the same on all at the same step."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        storage: Storage,
-        recorder: Recorder,
-        world_size: int,
-    ) -> None:
-        self.snapshot_every = settings.snapshot_every
-        self._settings = settings
-        self._storage = storage
+    def __init__(self, trainer: Trainer, writer: WriterProcess, recorder: Recorder) -> None:
+        self.snapshot_every = trainer.settings.snapshot_every
+        self._settings = trainer.settings
+        self._trainer = trainer
+        self._writer = writer
         self._recorder = recorder
-        self._world_size = world_size
         self._decisions: list[dict[str, Any]] = []
         self._lives: tuple[MeasuredIncarnation, ...] = ()
         self._base_step = 0
-        self._levels = Levels.near(Setting(self.snapshot_every, storage.batch_size))
+        self._levels = Levels.near(Setting(self.snapshot_every, writer.batch_size))
         self._wish = Move(self._levels, ())
         self._considered = 0
 
@@ -218,11 +214,13 @@ class Cadence:
 
         Args:
             step: The step that is committed.
-            heard: What all ranks said, in their order.
+            heard: What all ranks said, in their order; nothing of a single process.
         """
         if not self._settings.is_tuned:
             return
-        if heard and all(news.interval and news.batch for news in heard):
+        if not heard:
+            self._follow(step, [self._wish.levels])
+        elif all(news.interval and news.batch for news in heard):
             self._follow(step, [Levels(n.interval - 1, n.batch - 1) for n in heard])
         if step - self._considered >= self._settings.tuning.every_steps:
             self._considered = step
@@ -232,7 +230,7 @@ class Cadence:
         agreed = Levels(max(w.interval for w in known), max(w.batch for w in known))
         if agreed == self._levels:
             return
-        before = Setting(self.snapshot_every, self._storage.batch_size)
+        before = Setting(self.snapshot_every, self._writer.batch_size)
         self._levels = agreed
         self._take_effect()
         reasons = list(self._wish.reasons) if self._wish.levels == agreed else []
@@ -244,54 +242,54 @@ class Cadence:
             ][:1]
         text = (
             f"from step {step + 1} on, a snapshot every {self.snapshot_every} steps instead of "
-            f"{before.snapshot_every} and {self._storage.batch_size} steps per durable write instead of "
+            f"{before.snapshot_every} and {self._writer.batch_size} steps per durable write instead of "
             f"{before.batch_size}"
         )
-        if self._storage.rank == 0:
+        if self._trainer.rank == 0:
             inform(text, event="tuned", step=step)
         self._decisions.append(
             {
                 "step": step,
                 "unix_seconds": time.time(),
                 "snapshot_every": self.snapshot_every,
-                "batch_size": self._storage.batch_size,
+                "batch_size": self._writer.batch_size,
                 "snapshot_every_before": before.snapshot_every,
                 "batch_size_before": before.batch_size,
                 "reasons": reasons,
             }
         )
         try:
-            write_decisions(self._storage.folder.decisions, self._decisions)
+            write_decisions(self._trainer.folder.decisions, self._decisions)
         except OSError as error:  # no memory is left for it: training needs none of this
             Code.MEASUREMENTS_INCOMPLETE.warn(
                 f"measurements are incomplete: a decision of the tuner is not kept: {error}",
-                rank=self._storage.rank,
+                rank=self._trainer.rank,
             )
 
     def _take_effect(self) -> None:
         setting = self._levels.setting
         if self._settings.tunes_interval:
             self.snapshot_every = setting.snapshot_every
-        if self._settings.tunes_batch and self._storage.batch_size != setting.batch_size:
-            self._storage.set_batch_size(setting.batch_size)
+        if self._settings.tunes_batch and self._writer.batch_size != setting.batch_size:
+            self._writer.set_batch_size(setting.batch_size)
         self._recorder.set_facts(
             snapshot_every=float(self.snapshot_every),
-            batch_size=float(self._storage.batch_size),
-            world_size=float(self._world_size),  # shards of another number of ranks differ
+            batch_size=float(self._writer.batch_size),
+            world_size=float(self._trainer.world_size),  # shards of another number of ranks differ
         )
         self._recorder.publish()
 
     def _consider(self) -> None:
         """Form a wish for the next steps; the same one while nothing better pays."""
-        samples, facts = read_recorded(self._storage.folder.measured_by_writer)
+        samples, facts = read_recorded(self._trainer.folder.measured_by_writer)
         here = MeasuredIncarnation(
-            self._storage.folder.incarnation,
+            self._trainer.folder.incarnation,
             {**self._recorder.samples(), **samples},
             {**self._recorder.facts(), **facts},
         )
         lives = [*self._lives, here]
         try:
-            measured = measure(lives, world_size=self._world_size)
+            measured = measure(lives, world_size=self._trainer.world_size)
         except ConfigError:
             return  # nothing is measured yet
         tuning = self._settings.tuning

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from lowdiff.commit.agreement import Agreement, RankNews
-from lowdiff.commit.meter import Meter
-from lowdiff.commit.queue import StepQueue
+from lowdiff.commit.meter import Counters, Meter
+from lowdiff.commit.queue import Queue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
+from lowdiff.commit.storage import Look, Storage, Trainer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.transforms import inside
@@ -35,14 +36,15 @@ _compiling_callback: Callable[[], object] = getattr(
 class Session:
     """Captures every step of one rank and stages it.
 
-    `before_optimizer` and `after_optimizer` record a step, `commit` seals and stages it, and `hear`,
-    before the next one, tells whether all ranks hold it. All states of the step are the recorder's.
-    Large because `commit` is to be read as one page, with each of its parts behind it.
+    `before_optimizer` and `after_optimizer` record a step, and `commit` seals it and hands it on. All states of
+    the step are the recorder's. Large because `commit` is to be read as one page, with each of its parts
+    behind it.
 
     Attributes:
         committed_step: The newest step that this rank knows all ranks to hold.
         queue: Where steps are staged.
-        recorder: Records and seals them.
+        storage: The processes that empty it.
+        recorder: Records and seals steps.
         agreement: What the ranks know together.
         gate: Closed where training is to begin anew in this process.
     """
@@ -51,7 +53,9 @@ class Session:
         self,
         live: Live,
         recorder: Recorder,
-        queue: StepQueue,
+        trainer: Trainer,
+        storage: Storage,
+        queue: Queue,
         staging: Staging,
         agreement: Agreement,
         schedule: Schedule,
@@ -60,10 +64,12 @@ class Session:
     ) -> None:
         self.committed_step = step
         self.queue = queue
+        self.storage = storage
         self.recorder = recorder
         self.agreement = agreement
         self.gate = StepGate()
         self._live = live
+        self._trainer = trainer
         self._staging = staging
         self._schedule = schedule
         self._meter = meter
@@ -91,6 +97,16 @@ class Session:
     def unfinished(self) -> str:
         """Which optimizers stepped since the last commit and which did not; empty where all or none did."""
         return self.recorder.step.unfinished(self._live.attached.optimizer_names)
+
+    @property
+    def has_storage_error(self) -> bool:
+        """Whether durable writing fails."""
+        return self._trainer.errors.any
+
+    @property
+    def counters(self) -> Counters:
+        """What training did and waited for."""
+        return self._trainer.counters
 
     @property
     def is_on_host(self) -> bool:
@@ -127,15 +143,16 @@ class Session:
 
     def start(self) -> None:
         """Tell the other ranks that this one is ready for its first step, as all of them are."""
-        if not self.agreement.is_alone:
-            self.agreement.tell(self._own_news())
+        self._tell(self.queue.look())
 
     def before_optimizer(self, index: int, arguments: Sequence[Any]) -> None:
         """Read what an optimizer is about to consume; see `OptimizerHooks`."""
-        recorder = self.recorder
+        recorder, counters = self.recorder, self._trainer.counters
         recorder.refuse_autocast(index)
-        counters, device = self.queue.storage.counters, self._live.attached.device
-        with counters.timed(counters.training_thread_seconds), without_autocast(device):
+        with (
+            counters.timed(counters.training_thread_seconds),
+            without_autocast(self._live.attached.device),
+        ):
             recorder.begin_call(index)
             self.hear()
             self.gate.enter()
@@ -145,7 +162,7 @@ class Session:
 
     def after_optimizer(self, index: int) -> None:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
-        counters = self.queue.storage.counters
+        counters = self._trainer.counters
         with counters.timed(counters.training_thread_seconds):
             self.recorder.end(index)
 
@@ -153,7 +170,7 @@ class Session:
         """Wait, once, for what all ranks said after the last commit; then that step is committed.
 
         Returns:
-            What they said, in rank order; nothing of a single process, which asks itself in `commit`.
+            What they said, in rank order; nothing of a single process.
 
         Raises:
             RankLost: If a rank ended.
@@ -161,9 +178,6 @@ class Session:
             UsageError: If a rank is at another step.
         """
         agreement = self.agreement
-        if agreement.is_alone:
-            self.committed_step = self.step
-            return ()
         heard, is_new = agreement.hear(timeout_seconds)
         if is_new:
             self._staging.hear(heard)
@@ -199,32 +213,32 @@ class Session:
 
     def _commit(self) -> None:
         devices.settle(self._live.attached.device)  # a body may run on a stream of the user's
-        self.keep_staging()
-        counters = self.queue.storage.counters
-        with counters.timed(counters.training_thread_seconds):
+        with self._trainer.counters.timed(self._trainer.counters.training_thread_seconds):
+            look = self.keep_staging()
             heard = self._agree()
             sealed = self._seal()
-            self._staging.stage(sealed)
-            self._advance(sealed, heard)
-        is_preempted = self.agreement.is_preempted
-        why = self._schedule.settle(sealed, heard, is_preempted=is_preempted)
+            look = self._staging.stage(sealed, look)
+            self._advance(sealed, heard, look)
+        why = self._schedule.settle(sealed, heard, look, is_preempted=self.agreement.is_preempted)
         if why is not None:
-            self._staging.snapshot(sealed, waits=why is Why.UNREPLAYABLE)
-        self._meter.step_done(max(0, self.committed_step - self.queue.durable_step))
+            self._staging.snapshot(sealed, look, waits=why is Why.UNREPLAYABLE)
+        self._meter.step_done(max(0, self.committed_step - self.queue.durable_step(look)))
         self._show()
 
     def _agree(self) -> tuple[RankNews, ...]:
         """Follow the news as all ranks do, or refuse the step; returns the news."""
-        heard = self.hear() or (self._own_news(),)
+        agreement, heard = self.agreement, self.hear()
         self._objects.check()
         self.recorder.proofs.settle(self.step + 1)
         # Another trainer may have taken over the run while this process slept in the step.
-        self.agreement.refuse_lost_run(heard)
-        if self.agreement.acts_after(self.step):
-            if any(news.is_preempted for news in heard) and not self.agreement.was_told_to_stop:
+        agreement.refuse_lost_run(heard)
+        if agreement.acts_after(self.step):
+            if any(news.is_preempted for news in heard) and not agreement.was_told_to_stop:
                 self.preempt()
             failing = [rank for rank, news in enumerate(heard) if news.has_storage_error]
-            self.queue.storage.errors.hear(failing)
+            if agreement.is_alone and self._trainer.errors.any:
+                failing = [self._live.rank]
+            self._trainer.errors.hear(failing)
         self._schedule.cadence.follow(self.step, heard)
         return heard
 
@@ -244,7 +258,7 @@ class Session:
             self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
         return sealed
 
-    def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
+    def _advance(self, sealed: Sealed, heard: Sequence[RankNews], look: Look) -> None:
         """Take the step for staged, begin the next one, and tell the other ranks."""
         self._sealed = sealed
         self.recorder.step.stage()
@@ -256,24 +270,20 @@ class Session:
                 self.recorder.proofs.reopen()
         else:
             self._staging.keep_up(self.step)
-            self.agreement.tell(self._own_news())
+            self._tell(look)
 
-    def _own_news(self) -> RankNews:
-        """Say how this rank stands after the step that it staged last."""
-        queue, sealed = self.queue, self._sealed
+    def _tell(self, look: Look) -> None:
+        """Tell the other ranks, if there are any, how this one stands after the step that it staged last."""
+        if self.agreement.is_alone:
+            return
+        sealed = self._sealed
         interval, batch = self._schedule.cadence.wish()
-        # Asked first: it hears of errors.
-        can_snapshot = queue.is_ready_for_snapshot(self.step)
-        generators, buffers, objects = self._staging.item_sums
-        held, copied = self._staging.copied_steps
-        return RankNews(
+        news = RankNews(
             incarnation=self._live.incarnation,
             step=self.step,
             is_preempted=self.agreement.was_told_to_stop,
             has_lost_run=self.agreement.has_lost_run,
-            owes_snapshot=self._staging.owes_snapshot,
-            can_snapshot=can_snapshot,
-            has_storage_error=queue.storage.errors.any,
+            has_storage_error=self._trainer.errors.any,
             has_rebased=sealed.rebases,
             interval=interval,
             batch=batch,
@@ -282,24 +292,29 @@ class Session:
             own=sealed.own,
             other=sealed.other,
             watched=sealed.watched,
-            generators=generators,
-            buffers=buffers,
-            objects=objects,
-            held=held,
-            copied=copied,
+            **self._staging.news(self.step, look),
         )
+        self.agreement.tell(news)
 
-    def keep_staging(self) -> None:
-        """Make staging anew where somebody removed it; a full snapshot follows.
+    def keep_staging(self) -> Look:
+        """Start dead processes anew, and look at storage; make staging anew where somebody removed it.
+
+        Then a full snapshot follows.
+
+        Returns:
+            The newest look.
 
         Raises:
             StorageError: If it cannot be made.
         """
-        if self._staging.is_gone and not self.agreement.has_lost_run:
+        look = self.queue.attend()
+        if self._staging.is_gone(look) and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it
                 self._schedule.ask(Why.STAGING_RENEWED)
+            look = self.queue.attend()
+        return look
 
     def snapshot(self, *, required: bool) -> None:
         """Stage a snapshot of the last step.
@@ -310,7 +325,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        self._staging.snapshot(self._sealed, required=required)
+        self._staging.snapshot(self._sealed, self.queue.attend(), required=required)
 
     def secure(self, *, takes_live: bool) -> int:
         """Have the newest committed step become durable as training ends; returns it.
@@ -322,15 +337,19 @@ class Session:
         queue = self.queue
         if takes_live and not (queue.makes_images or queue.logs_steps or self.resting is None):
             # On an accelerator only the live state can be a snapshot, if nothing has moved it since.
-            is_newest = self.committed_step == self.step
-            if is_newest and queue.is_ready_for_snapshot(self.step) and self.is_as_sealed():
+            is_newest, is_ready = self.committed_step == self.step, self.is_storage_ready()
+            if is_newest and is_ready and self.is_as_sealed():
                 self.snapshot(required=False)
         return queue.secure(self.committed_step)
+
+    def is_storage_ready(self) -> bool:
+        """Whether a snapshot of the last step would not stop training."""
+        return self.queue.is_ready_for_snapshot(self.step, self.queue.attend())
 
     def preempt(self) -> None:
         """Prepare for a near end, and tell the other ranks with the next news; for any thread."""
         self.agreement.stop()
-        self.queue.storage.writer.write_through()
+        self.storage.writer.write_through()
 
     def leave(self) -> None:
         """Remove the optimizer hooks, and touch nothing else: the process has only a copy of it."""

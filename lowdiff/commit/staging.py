@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.queue import StepQueue
+from lowdiff.commit.queue import Queue
 from lowdiff.commit.run_lock import StagingArea
-from lowdiff.commit.standby import Standby
+from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
+from lowdiff.commit.storage import Look, Storage, Trainer
+from lowdiff.core.events import Code
 from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
-from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.format.differentials import numbered
-from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
 from lowdiff.protocols import Reducer
@@ -36,145 +34,86 @@ from lowdiff.recovery.state import (
     is_scalar,
 )
 from lowdiff.step.states import Sealed
-from lowdiff.types import Section
-
-
-class Copies(Protocol):
-    """Copies that ranks keep for each other in the memory of several nodes."""
-
-    @property
-    def held_step(self) -> int:
-        """The newest step of which this rank holds all that it keeps; see `RankNews`."""
-        ...
-
-    @property
-    def copied_step(self) -> int:
-        """The newest step of which it holds the images; see `RankNews`."""
-        ...
-
-    @property
-    def owes_snapshot(self) -> bool:
-        """Whether only a snapshot makes further copies of use."""
-        ...
-
-    def stage_base(self, sealed: Sealed) -> None:
-        """Tell what an incarnation begins with; its first snapshot follows."""
-        ...
-
-    def stage_ahead(self, own: Sequence[Section], reducer: Reducer, number: int) -> None:
-        """Keep what an optimizer is about to use, of this rank's share and of those of others."""
-        ...
-
-    def stage(self, sealed: Sealed, checksum: int) -> None:
-        """Tell what this rank alone has of a step, and keep what others store of it."""
-        ...
-
-    def show(self, step: int, committed_step: int, told_step: int) -> int:
-        """Tell replicas of others how far all ranks are; returns to which step replicas may go on."""
-        ...
-
-    def begin_anew(self) -> None:
-        """Make the folders again after somebody removed staging."""
-        ...
-
-    def snapshot(self, sealed: Sealed, path: Path, mark: ImageMark) -> None:
-        """Send this rank's share of a snapshot where it is nowhere else, and make the shares of others."""
-        ...
-
-    def keep_up(self, step: int) -> None:
-        """Wait where what is kept of a state is too far behind."""
-        ...
-
-    def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks hold."""
-        ...
 
 
 class Staging:
-    """One rank's staging memory: residual, queue and image.
+    """One rank's staging memory as training fills it: what is staged goes through all sinks, in one order.
 
-    Whatever finds that somebody removed it goes on: the next commit makes it anew. Large because all that is
-    kept of a step passes here, in one order.
+    Large because all that is handed on passes here. Whatever finds that somebody removed it goes on: the next commit makes it anew.
 
     Args:
         area: The folder.
-        queue: Takes steps and images.
+        trainer: This rank's training.
+        storage: Its processes.
+        queue: Takes steps and images; the first of the sinks.
         live: Its residual lies there.
         measurements: So do its measurements.
-        standby: Keeps the items of its last two steps for survivors; None where nobody would save it.
-        copies: On other nodes; None where there are none.
+        others: Sinks that follow.
     """
 
     def __init__(
         self,
         area: StagingArea,
-        queue: StepQueue,
+        trainer: Trainer,
+        storage: Storage,
+        queue: Queue,
         live: Live,
         measurements: MeasurementRecorder,
-        standby: Standby | None,
-        copies: Copies | None,
+        others: Sequence[Sink],
     ) -> None:
         self._area = area
+        self._trainer = trainer
+        self._storage = storage
         self._queue = queue
         self._live = live
         self._measurements = measurements
-        self._standby = standby
-        self._copies = copies
+        self._sinks = (queue, *others)
 
-    @property
-    def is_gone(self) -> bool:
+    def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
-        return self._queue.is_gone or (self._standby is not None and self._standby.is_gone)
+        return look.is_gone or any(sink.is_gone for sink in self._sinks)
 
-    @property
-    def item_sums(self) -> tuple[int, int, int]:
-        """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
-        return (0, 0, 0) if self._standby is None else self._standby.sums
+    def owes_snapshot(self, look: Look) -> bool:
+        """Whether a full snapshot should be taken, for whichever sink."""
+        return any(sink.owes_snapshot(look) for sink in self._sinks)
 
-    @property
-    def copied_steps(self) -> tuple[int, int]:
-        """The newest steps of which this rank holds what it keeps for others, and the images; see `RankNews`."""
-        return (
-            (-1, -1) if self._copies is None else (self._copies.held_step, self._copies.copied_step)
-        )
-
-    @property
-    def owes_snapshot(self) -> bool:
-        """Whether a full snapshot should be taken, for this rank's own sake or for its copies."""
-        return self._queue.owes_snapshot or (
-            self._copies is not None and self._copies.owes_snapshot
-        )
-
-    def keep_up(self, step: int) -> None:
-        """Wait for copies that are too far behind the step that was staged last."""
-        if self._copies is not None:
-            with self._queue.storage.counters.waiting():
-                self._copies.keep_up(step)
+    def news(self, step: int, look: Look) -> dict[str, Any]:
+        """Return fields of `RankNews` that say how the sinks stand after a step."""
+        news = {"owes_snapshot": self.owes_snapshot(look)}
+        for sink in self._sinks:
+            news |= sink.news(step, look)
+        return news
 
     def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks hold of the step that was staged last."""
-        if self._copies is not None:
-            self._copies.hear(heard)
+        """Note what all ranks said after the step that was staged last."""
+        for sink in self._sinks:
+            sink.hear(heard)
+
+    def keep_up(self, step: int) -> None:
+        """Wait for what is too far behind the step that was staged last."""
+        with self._trainer.counters.waiting():
+            for sink in self._sinks:
+                sink.keep_up(step)
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of a step, however far the live ones have moved since; None if not kept.
 
         With error feedback a snapshot is never taken of them: its residual is in the live training alone.
         """
-        if self._standby is None or self._live.residual.layout.parameters:
+        if self._live.residual.layout.parameters:
             return None
-        return self._standby.items(step)
+        every = (sink.items(step) for sink in self._sinks)
+        return next((items for items in every if items is not None), None)
 
     def show(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Tell all processes, and who watches the run, how far this rank is."""
-        storage, settled = self._queue.storage, committed_step
-        if self._copies is not None:
-            settled = self._copies.show(step, committed_step, storage.page.status.settled_step)
-        storage.show(step, settled, committed_step, preempted=preempted)
+        told = self._trainer.page.status.settled_step
+        settled = [sink.show(step, committed_step, told) for sink in self._sinks]
+        self._trainer.show(step, min(settled), preempted=preempted)
 
     def is_as_committed(self) -> bool:
-        """Whether nothing wrote to what survivors would save, since the last commit; see `Standby`."""
-        return self._standby is None or self._standby.is_as_committed()
+        """Whether nothing wrote to what sinks would save, since the last commit."""
+        return all(sink.is_as_committed() for sink in self._sinks)
 
     def renew(self, step: int) -> None:
         """Make the folder anew, after ``step``; a full snapshot is owed.
@@ -186,84 +125,96 @@ class Staging:
             self._renew(step)
         except (OSError, StorageError):  # whoever removes files may not have finished
             self._renew(step)
+        durable_step = self._storage.writer.read_status().durable_step
+        root = self._trainer.folder.root
+        Code.STAGING_REMOVED.warn(
+            f"somebody removed or damaged {root}, or files in it, while training uses it: "
+            f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows",
+            rank=self._trainer.rank,
+            step=step,
+            durable_step=durable_step,
+        )
 
     def _renew(self, step: int) -> None:
-        self._queue.storage.end_processes()
+        self._storage.end_processes()
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._measurements.reopen()
-        if self._standby is not None:
-            self._standby.begin_anew()
-        if self._copies is not None:
-            self._copies.begin_anew()
-        self._queue.begin_anew(step)
+        for sink in reversed(
+            self._sinks
+        ):  # the queue starts the processes, which look for the rest
+            sink.begin_anew(step)
 
     def stage_base(self, base: Sealed) -> None:
-        """Name the residual that an incarnation starts from, should it die in its first step."""
-        record = replace(base.differential, held=())
-        self._queue.stage(RecordKind.BASE, record, rebases=False)
-        if self._standby is not None:
-            self._standby.stage_base(record)
-        if self._copies is not None:
-            self._copies.stage_base(base)
+        """Stage what an incarnation starts from, should it die in its first step."""
+        handed = Handed(base, self._queue.attend())
+        for sink in self._sinks:
+            handed = sink.stage_base(handed)
+        self._trainer.counters.staged_bytes += handed.staged_bytes
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
-        """Stage gradients before their optimizer's step ends; see `StepQueue`."""
+        """Stage gradients before their optimizer's step ends, where that saves a copy."""
         with self._unless_gone():
+            ahead = Ahead(step, number, (), None)
             if not self._queue.logs_steps:
-                own = numbered(reducer.payload().sections, number)
-                if self._copies is not None:
-                    self._copies.stage_ahead(own, reducer, number)
-                self._queue.stage_ahead(step, own)
-            if self._standby is not None:
-                self._standby.stage_ahead(step)
+                sections = numbered(reducer.payload().sections, number)
+                ahead = Ahead(step, number, sections, reducer)
+            for sink in self._sinks:
+                sink.stage_ahead(ahead)
 
-    def stage(self, sealed: Sealed) -> None:
-        """Stage a step's record."""
-        record = sealed.differential
+    def stage(self, sealed: Sealed, look: Look) -> Look:
+        """Stage a step; returns the newest look at storage."""
+        handed = Handed(sealed, look)
         with self._unless_gone():
-            self._queue.stage(RecordKind.DIFFERENTIAL, record, rebases=sealed.rebases)
-            if self._standby is not None:
-                self._queue.storage.counters.staged_bytes += self._standby.stage(record)
-            if self._copies is not None:
-                self._copies.stage(sealed, self._queue.staged_checksum)
+            for sink in self._sinks:
+                handed = sink.stage(handed)
+            self._trainer.counters.staged_bytes += handed.staged_bytes
+        return handed.look
 
-    def snapshot(self, sealed: Sealed, *, required: bool = False, waits: bool = False) -> None:
+    def snapshot(
+        self, sealed: Sealed, look: Look, *, required: bool = False, waits: bool = False
+    ) -> None:
         """Stage a snapshot of a sealed step, unless that was the last one staged.
 
         Args:
             sealed: The step; the live state must still be its state.
+            look: At storage.
             required: Whether to wait for memory, and for the snapshot before.
             waits: Whether to wait until it is durable, unless ``backpressure="degrade"``.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        step = sealed.differential.step
+        step, images = sealed.differential.step, self._queue.images
         with nullcontext() if required else self._unless_gone():
-            if self._queue.images.step != step:
+            if images.step != step:
                 items = self.items(step)
-                if items is None:
-                    tensors = partial(share_of, self._live, sealed)
-                else:  # buffers may have moved on since
+                tensors = partial(share_of, self._live, sealed)
+                if items is not None:  # buffers may have moved on since
                     rank = self._live.rank
                     tensors = partial(share_of_items, self._live, sealed, rank, items)
-                self._queue.stage_snapshot(step, tensors, required=required)
-                if self._copies is not None and self._queue.images.step == step:
-                    storage = self._queue.storage
-                    mark = storage.page.status.image
-                    assert mark is not None
-                    self._copies.snapshot(sealed, storage.folder.snapshot, mark)
-            if waits and not self._queue.storage.degrades:
-                self._queue.wait_for_snapshot()
+                path = self._trainer.folder.snapshot
+                snapshot = Snapshot(sealed, look, tensors, required, path)
+                for sink in self._sinks:
+                    snapshot = sink.snapshot(snapshot)
+                look = snapshot.look
+            if waits and not self._trainer.degrades:
+                self._queue.wait_for_snapshot(look)
 
     @contextmanager
     def _unless_gone(self) -> Iterator[None]:
         try:
             yield
         except StorageError:
-            if not self.is_gone:
+            if not self.is_gone(self._queue.look()):
                 raise
+
+
+def _lost(durable_step: int, step: int) -> str:
+    if durable_step >= step:
+        return f"every step up to {step} is durable"
+    steps = f"step {step}" if durable_step + 1 == step else f"steps {durable_step + 1} to {step}"
+    return f"{steps} cannot be recovered"
 
 
 def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:

@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from lowdiff.commit.sinks import Ahead, Handed, Sink
+from lowdiff.commit.storage import Look
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.items import FrozenSamples
@@ -27,7 +29,6 @@ from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
 from lowdiff.recovery.replica.inheritance import ItemSums
-from lowdiff.types import Differential
 
 _place, _written = torch.Tensor.data_ptr, attrgetter("_version")
 #: Parameters of which a few elements are compared.
@@ -58,7 +59,7 @@ class Node:
         return tuple(rank for rank, node in enumerate(self.of_rank) if node != own)
 
 
-class Standby:
+class Standby(Sink):
     """One rank's items in staging, for whoever saves its state after a failure.
 
     Large because what is staged and what is compared with it are one state.
@@ -101,53 +102,46 @@ class Standby:
             folder.items(0).exists() and folder.survivor_status.exists()
         )
 
-    @property
-    def sums(self) -> tuple[int, int, int]:
-        """Checksums of generators, of buffers and of other items as staged last."""
-        return self._sums.by_kind
-
-    def stage_base(self, record: Differential) -> None:
-        """Stage all items as the incarnation begins with them.
-
-        Raises:
-            StorageError: If there is no memory for them.
-        """
+    def stage_base(self, base: Handed) -> Handed:
+        """See `Sink`: all items as the incarnation begins with them."""
         self._items = None
         self._note_live()
-        self._put(record)
+        return self._put(base)
 
-    def stage(self, record: Differential) -> int:
-        """Stage the items of a step, and go on where they find no memory; returns their bytes.
-
-        Raises:
-            StorageError: If somebody removed what was staged.
-        """
+    def stage(self, handed: Handed) -> Handed:
+        """See `Sink`: the items of the step; training goes on where they find no memory."""
         self._note_live()
         if self.page.status.ready_step >= 0:  # a failure that was none
             self.tell(ready_step=-1)
             self._forget_saved()
         try:
-            return self._put(record)
+            return self._put(handed)
         except StorageError as error:
             if self.is_gone:
                 raise
             if not self._is_failing:
                 text = f"no state could be saved after a failure now: {error}"
-                Code.ITEMS_NOT_STAGED.warn(text, rank=self._live.rank, step=record.step)
+                step = handed.sealed.differential.step
+                Code.ITEMS_NOT_STAGED.warn(text, rank=self._live.rank, step=step)
             self._is_failing = True
-            return 0
+            return handed
 
-    def stage_ahead(self, step: int) -> None:
-        """Stage the items that change as they are now, before an optimizer makes the step."""
+    def stage_ahead(self, ahead: Ahead) -> None:
+        """See `Sink`: the items that change, as they are before an optimizer makes the step."""
         if self._items is not None:
-            self._calls = self._calls + 1 if step == self._ahead_step else 0
-            self._ahead_step = step
+            self._calls = self._calls + 1 if ahead.step == self._ahead_step else 0
+            self._ahead_step = ahead.step
             with suppress(StorageError):  # that of the step itself, which follows, is said
-                ahead = self._live.tracker.peek(self._items.changing)
-                self._items.put_ahead(step, ahead, self._calls)
+                changing = self._live.tracker.peek(self._items.changing)
+                self._items.put_ahead(ahead.step, changing, self._calls)
+
+    def news(self, step: int, look: Look) -> dict[str, Any]:
+        """See `Sink`: checksums of the items as staged last."""
+        generators, buffers, objects = self._sums.by_kind
+        return {"generators": generators, "buffers": buffers, "objects": objects}
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
-        """Return all items as of one of the last two steps; None where they are not there any more."""
+        """See `Sink`: those of the last two steps."""
         return read_items(self._folder, step)
 
     def is_as_committed(self) -> bool:
@@ -165,8 +159,8 @@ class Standby:
         with self._telling:
             self.page.update(**changes)
 
-    def begin_anew(self) -> None:
-        """Go on in a folder that was made anew: the items of the next step are all there are."""
+    def begin_anew(self, step: int) -> None:
+        """See `Sink`: the items of the next step are all there are."""
         self._items = None
         self._set_aside()
 
@@ -174,7 +168,8 @@ class Standby:
         self._seen = self._look()
         self._samples.note_all({str(id(parameter)): parameter for parameter in self._sampled})
 
-    def _put(self, record: Differential) -> int:
+    def _put(self, handed: Handed) -> Handed:
+        record = handed.sealed.differential
         # First, because staging may fail: other ranks must not take old checksums for those of the step.
         self._sums.update(record.items)
         if self._items is None or self._is_failing:
@@ -183,7 +178,7 @@ class Standby:
             self._items = StagedItems(self._folder, items)
         size = self._items.stage(record.step, record.items)
         self._is_failing = False
-        return size
+        return replace(handed, staged_bytes=handed.staged_bytes + size)
 
     def _forget_saved(self) -> None:
         """Give memory back that was not set aside."""

@@ -1,24 +1,19 @@
-"""The processes behind one rank's queue of steps: what they report, and how training waits for them."""
+"""The processes of one rank: what they report, what the user hears of it, and what they are told."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Protocol
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from lowdiff.commit.meter import Counters
 from lowdiff.core.events import Code, inform
-from lowdiff.errors import StorageError, WriterFailed
-from lowdiff.persistence.files.mapped_file import ImageMark
+from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.staging.status import (
-    Backoff,
+    ReplicaStatus,
     StatusPage,
     TrainerStatus,
     WriterStatus,
@@ -29,11 +24,23 @@ from lowdiff.recovery.publish.handle import PublisherProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 
-#: Between two looks, at first and at most: whoever waits long need not look often.
-_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.001, 0.01
-_NOTICE_SECONDS = 30.0
 #: For what a writer still maps of a log that is gone.
 _DRAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is known of one rank's storage at one moment.
+
+    Attributes:
+        writer: What its writer reports, with every error that keeps steps from becoming durable.
+        replica: What its replica reports; the default where there is none.
+        is_gone: Whether somebody removed or damaged files of its queue.
+    """
+
+    writer: WriterStatus
+    replica: ReplicaStatus = field(default_factory=ReplicaStatus)
+    is_gone: bool = False
 
 
 class StorageErrors:
@@ -170,68 +177,31 @@ class StorageErrors:
         return status.error or status.remote_error
 
 
-class Waiting(Protocol):
-    """A queue that waits."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether somebody removed staging, so that nothing comes."""
-        ...
-
-    def status(self) -> WriterStatus:
-        """Return what the processes behind the queue report now."""
-        ...
-
-
-class Storage:
-    """The processes of one rank: its writer, with LowDiff+ its replica, and perhaps the run's publisher.
-
-    Large because a queue asks here for all that lies behind it.
+class Trainer:
+    """What one rank's training knows of itself, and tells its processes.
 
     Args:
         folder: The rank's staging folder.
-        writer: Makes steps or images durable.
-        replica: Applies steps to a copy of the state; None where steps are logged.
-        settings: Say what an error of storage is to do.
+        settings: Of the run.
         rank: This rank.
         world_size: Number of ranks.
-        publisher: Publishes weights; one rank has it, if any.
 
     Attributes:
-        publisher: See above.
-        counters: What training did and waited for.
-        errors: What is wrong, and what the user has heard of it.
-        page: What this rank tells its processes, and who watches the run.
-        batch_size: Differentials per durable write, as the writer was told last.
-        last: What a queue heard last of its processes.
-        committed_step: The newest step that all ranks have staged; -1 before the first.
-        tells_first: Whether an error is raised only once all ranks have heard of it.
+        counters: What it did and waited for.
+        errors: What is wrong with storage, and what the user has heard of it.
+        page: What its processes, and who watches the run, are told.
     """
 
     def __init__(
-        self,
-        folder: StagingFolder,
-        writer: WriterProcess,
-        replica: ReplicaProcess | None,
-        settings: Settings,
-        rank: int,
-        world_size: int,
-        publisher: PublisherProcess | None = None,
+        self, folder: StagingFolder, settings: Settings, rank: int, world_size: int
     ) -> None:
-        self.publisher = publisher
         self.folder = folder
-        self.writer = writer
         self.settings = settings
         self.rank = rank
         self.world_size = world_size
         self.counters = Counters()
         self.errors = StorageErrors(folder, rank, settings)
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
-        self.batch_size = settings.batch_size
-        self.tells_first = self.raises and world_size > 1
-        self.last = WriterStatus()
-        self.committed_step = -1
-        self._replica = replica
 
     @property
     def degrades(self) -> bool:
@@ -244,121 +214,18 @@ class Storage:
         return self.settings.on_error == "raise"
 
     @property
-    def _replica_starts(self) -> bool:
-        """Whether there is a replica that loads torch, or takes its first image, and has applied no step yet."""
-        status = None if self._replica is None else self._replica.read_status()
-        return status is not None and status.generation < 0 and not status.forgot
+    def tells_first(self) -> bool:
+        """Whether an error is raised only once all ranks have heard of it."""
+        return self.raises and self.world_size > 1
 
-    @property
-    def has_lost_image(self) -> bool:
-        """Whether a snapshot was removed or damaged in memory before it was durable."""
-        return self.writer.read_status().lost_image >= 0
-
-    def set_batch_size(self, batch_size: int) -> None:
-        """Have so many differentials, a power of two, go into each durable write from now on."""
-        self.batch_size = batch_size
-        self.writer.set_batch_size(batch_size)
-
-    def wait_until(
-        self, queue: Waiting, condition: Callable[[WriterStatus], bool], what: str
-    ) -> None:
-        """Wait for a condition on what a queue's processes report.
-
-        Raises:
-            StorageError: If staging was removed meanwhile.
-            WriterFailed: If ``on_error="raise"`` and the writer reports an error.
-        """
-        if condition(queue.status()):
-            return
-        started = noticed = time.perf_counter()
-        rest = Backoff(_WAIT_SECONDS, _LONGEST_WAIT_SECONDS)
-        while not condition(status := queue.status()):
-            if queue.is_gone:
-                raise StorageError(
-                    f"{self.folder.root} was removed or damaged while training waited for {what}"
-                )
-            if status.error and self.raises:
-                raise self.errors.failure([self.rank])
-            time.sleep(rest.next_seconds())
-            now = time.perf_counter()
-            if now - noticed > _NOTICE_SECONDS:
-                noticed = now
-                held_up = ": its replica is still starting" if self._replica_starts else ""
-                Code.WAITING.warn(
-                    f"training has waited {now - started:.0f} s for {what}{held_up}",
-                    rank=self.rank,
-                    seconds=now - started,
-                )
-        self.counters.waiting_seconds += time.perf_counter() - started
-
-    def wait_for_step(
-        self, queue: Waiting, limit: int, is_reached: Callable[[WriterStatus, int], bool]
-    ) -> None:
-        """Wait until a step is no longer at risk.
-
-        The last step that may be at risk is kept for telling the other ranks of an error.
-
-        Args:
-            queue: Which waits.
-            limit: The step.
-            is_reached: Whether a step is no longer at risk, as the processes report it.
-        """
-        if self.tells_first:
-            self.wait_until(
-                queue,
-                lambda status: is_reached(status, limit + 1) or bool(status.error),
-                f"step {limit + 1} to be durable",
-            )
-        self.wait_until(
-            queue, lambda status: is_reached(status, limit), f"step {limit} to be durable"
-        )
-
-    def wait_for_image(self, queue: Waiting, step: int) -> None:
-        """Wait until the snapshot of a step is durable."""
-        self.wait_until(
-            queue,
-            lambda status: status.settled_snapshot >= step,
-            f"the snapshot of step {step} to be durable",
-        )
-        if self.writer.read_status().durable_snapshot < step:
-            raise StorageError(
-                f"the snapshot of step {step} in {self.folder.root} was removed or damaged before it was durable"
-            )
-
-    def wait_for_adoption(self, queue: Waiting) -> None:
-        """Wait until the steps that an earlier incarnation had only staged are durable."""
-        what = "the steps of the incarnation before to be durable"
-        self.wait_until(queue, lambda status: status.adopted, what)
-
-    def wait_for_store(self, queue: Waiting, step: int, snapshot_step: int) -> None:
-        """Wait until a step and a snapshot are in the store, or the store reports an error.
-
-        Raises:
-            WriterFailed: If ``on_error="raise"`` and the store reports an error.
-        """
-        self.wait_until(
-            queue,
-            lambda status: (
-                bool(status.remote_error)
-                or (status.remote_step >= step and status.remote_snapshot >= snapshot_step)
-            ),
-            f"step {max(step, snapshot_step)} to be in {self.settings.store}",
-        )
-        if self.errors.of_store and self.raises:
-            raise self.errors.failure([self.rank])
-
-    def show(
-        self, step: int, settled_step: int, committed_step: int, *, preempted: bool = False
-    ) -> None:
-        """Tell the replica, and who watches the run, how far this rank is; look after the publisher.
+    def show(self, step: int, settled_step: int, *, preempted: bool) -> None:
+        """Tell the replica, and who watches the run, how far this rank is.
 
         Args:
             step: The newest staged step.
             settled_step: See `TrainerStatus`.
-            committed_step: See `Storage`.
             preempted: Whether it was told to stop soon.
         """
-        self.committed_step = committed_step
         is_new = step > self.page.status.step
         at = time.time() if is_new else self.page.status.committed_at_unix_seconds
         self.page.update(
@@ -367,46 +234,59 @@ class Storage:
             committed_at_unix_seconds=at,
             preempted=preempted,
         )
+
+    def begin_anew(self) -> None:
+        """Make the page again, in a folder that was made anew."""
+        shown = replace(self.page.status, image=None)
+        self.page = StatusPage(self.folder.trainer_status, shown)
+
+
+class Storage:
+    """The processes of one rank.
+
+    Attributes:
+        writer: Makes steps or images durable.
+        replica: Applies steps to a copy of the state; None where steps are logged.
+        publisher: Publishes weights; one rank has it, if any.
+    """
+
+    def __init__(
+        self,
+        writer: WriterProcess,
+        replica: ReplicaProcess | None = None,
+        publisher: PublisherProcess | None = None,
+    ) -> None:
+        self.writer = writer
+        self.replica = replica
+        self.publisher = publisher
+
+    def start_dead(self) -> None:
+        """Start processes anew that died, from time to time. For one thread."""
+        self.writer.tend()
+        if self.replica is not None:
+            self.replica.tend()
         if self.publisher is not None:
             self.publisher.tend()
 
-    def begin_anew(self, step: int) -> None:
-        """Start the processes again, in a folder that was made anew, after ``step``."""
-        shown = replace(self.page.status, image=None)
-        self.page = StatusPage(self.folder.trainer_status, shown)
+    def begin_anew(self) -> None:
+        """Start them again, in a folder that was made anew."""
         self.writer.begin_anew()
-        if self._replica is not None:
-            self._replica.begin_anew()
-        self.errors.skip_lost(step)
-        durable_step = self.writer.read_status().durable_step
-        Code.STAGING_REMOVED.warn(
-            f"somebody removed or damaged {self.folder.root}, or files in it, while training uses it: "
-            f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows",
-            rank=self.rank,
-            step=step,
-            durable_step=durable_step,
-        )
+        if self.replica is not None:
+            self.replica.begin_anew()
 
     def end_processes(self) -> None:
-        """End what reads a log that is gone; first the writer makes durable what it still maps."""
-        if self._replica is None:
+        """Stop the processes that read a removed log. The writer first writes out what it still has mapped."""
+        if self.replica is None:
             with suppress(WriterFailed):  # its steps are lost with the log, which is said
                 self.writer.finish(_DRAIN_SECONDS)
         else:  # without its images a writer has nothing to make durable
-            self._replica.stop()
+            self.replica.stop()
         self.writer.stop()
 
     def stop(self) -> None:
         """Apply no more steps: only a last snapshot follows, which the writer makes durable."""
-        if self._replica is not None:
-            self._replica.stop()
-
-    def tend(self) -> None:
-        """Start again what died, as every step does; a queue's `status` does so for a writer."""
-        if self._replica is not None:
-            self._replica.status()
-        if self.publisher is not None:
-            self.publisher.tend()
+        if self.replica is not None:
+            self.replica.stop()
 
     def die(self, *, kills_processes: bool) -> None:
         """Leave the staging memory as it is, and its processes without their trainer.
@@ -414,105 +294,6 @@ class Storage:
         Args:
             kills_processes: Whether they are killed as well.
         """
-        for process in (self.writer, self._replica, self.publisher):
+        for process in (self.writer, self.replica, self.publisher):
             if process is not None:
                 (process.stop if kills_processes else process.orphan)()
-
-
-class Images:
-    """The full snapshots of one rank, from its own memory to staging; one at a time lies there.
-
-    Attributes:
-        step: Step of the last staged snapshot, -1 before the first.
-        is_owed: Whether one could not be taken and should be.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self.step = -1
-        self.is_owed = False
-        self._storage = storage
-        self._retry_step, self._retry_after = -1, 1
-
-    def stage(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> bool:
-        """Copy a snapshot and tell the processes of it.
-
-        Returns:
-            False where there is no memory for it: then it is owed.
-
-        Raises:
-            StorageError: If there is no memory for a required one.
-        """
-        storage = self._storage
-        with storage.counters.timed(storage.counters.snapshot_seconds):
-            try:
-                size, checksum = stage_image(
-                    storage.folder.snapshot, tensors(), torch.get_num_threads()
-                )
-            except StorageError as error:
-                # Ranks that wait for this one must hear of it first: with the next exchange.
-                if required or (storage.raises and not storage.tells_first):
-                    raise
-                self._owe_for(error, step)
-                return False
-            storage.page.update(image=ImageMark(step, size, checksum))
-        self.step = step
-        self.is_owed = False
-        self._retry_after = 1
-        storage.errors.of_snapshot = ""
-        storage.counters.snapshots += 1
-        return True
-
-    def stage_behind_last(
-        self,
-        queue: Waiting,
-        step: int,
-        tensors: Callable[[], Sequence[ImageTensor]],
-        *,
-        required: bool,
-    ) -> None:
-        """Stage a snapshot once the last one is durable, whose memory it takes; see `StepQueue`.
-
-        Args:
-            queue: Which waits.
-            step: Step of the snapshot.
-            tensors: Reads what is in it.
-            required: Whether to wait also with ``backpressure="degrade"``; else it is owed.
-        """
-        is_busy = queue.status().durable_snapshot < self.step
-        if self._storage.degrades and is_busy and not required:
-            self.is_owed = True
-            return
-        self._storage.wait_for_image(queue, self.step)
-        self.stage(step, tensors, required=required)
-
-    def begin_anew(self) -> None:
-        """Owe a snapshot, because staging was removed, and with it one that is not durable."""
-        self.step = min(self.step, self._storage.writer.read_status().durable_snapshot)
-        self.is_owed = True
-
-    def is_ready(self, step: int, status: WriterStatus) -> bool:
-        """Whether one after ``step`` finds its memory free, and the writer is well."""
-        is_free = status.durable_snapshot >= self.step
-        return self.may_retry(step) and not status.error and is_free
-
-    def may_retry(self, step: int) -> bool:
-        """Whether one that found no memory may be tried again after ``step``."""
-        return step >= self._retry_step
-
-    def _owe_for(self, error: StorageError, step: int) -> None:
-        # Each try costs the ranks that have the memory a snapshot.
-        self._retry_step = step + self._retry_after
-        self._retry_after = min(2 * self._retry_after, self._storage.settings.snapshot_every)
-        if not self.is_owed:
-            Code.SNAPSHOT_PUT_OFF.warn(f"no full snapshot now: {error}", rank=self._storage.rank)
-        self.is_owed = True
-        self._storage.errors.of_snapshot = str(error)
-
-
-def _lost(durable_step: int, step: int) -> str:
-    if durable_step >= step:
-        return f"every step up to {step} is durable"
-    steps = f"step {step}" if durable_step + 1 == step else f"steps {durable_step + 1} to {step}"
-    return f"{steps} cannot be recovered"

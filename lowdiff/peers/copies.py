@@ -17,21 +17,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lowdiff.commit.agreement import RankNews
+from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
+from lowdiff.commit.storage import Look
 from lowdiff.compressors.collectives import leave
 from lowdiff.peers.line import Receiver, Sender
 from lowdiff.peers.note import Note
 from lowdiff.peers.residuals import Outgoing
 from lowdiff.peers.spans import Spans
 from lowdiff.peers.wards import ReplicaWard, Ward, own_copy
-from lowdiff.persistence.files.mapped_file import ImageMark, mapped_privately
+from lowdiff.persistence.files.mapped_file import mapped_privately
 from lowdiff.persistence.format.differentials import numbered, sections_of, written_sections
-from lowdiff.protocols import Reducer
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
 
@@ -41,7 +41,7 @@ _MOST_STEPS_BEHIND = 2
 _CLOSE_SECONDS, _FAILED_SECONDS = 5.0, 0.5
 
 
-class Copies:
+class Copies(Sink):
     """The copies that one rank keeps and has kept.
 
     Large because a step, a snapshot and their news pass here on their way to all of them.
@@ -102,41 +102,36 @@ class Copies:
         """The newest step of which it holds the images."""
         return min((ward.copied_step for ward in self.wards), default=self._told_step)
 
-    @property
-    def owes_snapshot(self) -> bool:
-        """Whether only a snapshot makes further copies of use."""
+    def owes_snapshot(self, look: Look) -> bool:
+        """See `Sink`: whether only one makes further copies of use."""
         return any(ward.owes_snapshot for ward in self.wards)
+
+    def news(self, step: int, look: Look) -> dict[str, Any]:
+        """See `Sink`."""
+        return {"held": self.held_step, "copied": self.copied_step}
 
     @property
     def spans(self) -> Spans | None:
         """What is to hear of exchanges; None where nothing is sent that waits for their end."""
         return None if self._outgoing is None else self._outgoing.plan.spans
 
-    def stage_base(self, sealed: Sealed) -> None:
-        """Tell what an incarnation begins with; its first snapshot follows."""
-        self._send(sealed, 0, self._all_items(), ())
+    def stage_base(self, base: Handed) -> Handed:
+        """See `Sink`: tells what an incarnation begins with; its first snapshot follows."""
+        self._send(base.sealed, 0, self._all_items(), ())
+        return base
 
-    def stage_ahead(self, own: Sequence[Section], reducer: Reducer, number: int) -> None:
-        """Keep what an optimizer is about to use: of this rank's share to send it, and of those of others.
-
-        Args:
-            own: Of this rank's share.
-            reducer: Has the gradients.
-            number: Which optimizer step of the loop body it is, from 0.
-        """
+    def stage_ahead(self, ahead: Ahead) -> None:
+        """See `Sink`: keeps what is used of this rank's share to send it, and what is used of those of others."""
         if self._sends_all:
-            self._ahead += own_copy(own)
+            self._ahead += own_copy(ahead.sections)
         for ward in self.wards:
-            if ward.makes_steps:
-                ward.hold_ahead(numbered(reducer.payload(ward.rank).sections, number))
+            if ward.makes_steps and ahead.reducer is not None:
+                sections = ahead.reducer.payload(ward.rank).sections
+                ward.hold_ahead(numbered(sections, ahead.number))
 
-    def stage(self, sealed: Sealed, checksum: int) -> None:
-        """Tell what this rank alone has of a step, and keep what others store of it.
-
-        Args:
-            sealed: The step.
-            checksum: Of this rank's own record.
-        """
+    def stage(self, handed: Handed) -> Handed:
+        """See `Sink`: tells what this rank alone has of a step, and keeps what others store of it."""
+        sealed = handed.sealed
         if self.spans is not None:
             self.spans.committed()
         if self._sends_all:
@@ -144,11 +139,12 @@ class Copies:
             sections = [*ahead, *own_copy(sections_of(sealed.differential))]
         else:
             sections = own_copy(written_sections(sealed.differential.written))
-        self._send(sealed, checksum, {}, sections)
+        self._send(sealed, handed.checksum, {}, sections)
         for ward in self.wards:
             payload = sealed.of_peers.get(ward.rank)
             if payload is not None:
                 ward.hold(sealed.differential.step, payload.sections)
+        return handed
 
     def _send(
         self,
@@ -162,27 +158,25 @@ class Copies:
         behind = [section.data for section in sections]
         self._sender.send(note.encoded(), record.step, record.residual, behind)
 
-    def snapshot(self, sealed: Sealed, path: Path, mark: ImageMark) -> None:
-        """Send this rank's share of a snapshot where it is nowhere else, and make the shares of others.
-
-        Args:
-            sealed: The snapshot's step.
-            path: This rank's own share.
-            mark: Of that file.
-        """
+    def snapshot(self, snapshot: Snapshot) -> Snapshot:
+        """See `Sink`: sends this rank's share where it is nowhere else, and makes the shares of others."""
+        mark = snapshot.mark
+        if mark is None:
+            return snapshot
         if self._sends_all:
             with suppress(FileNotFoundError):  # somebody removed it: the next commit makes it anew
-                self._sender.send_image(mapped_privately(path), mark.step, mark.checksum)
+                self._sender.send_image(mapped_privately(snapshot.path), mark.step, mark.checksum)
         for ward in self.wards:
-            ward.stage_image(sealed)
+            ward.stage_image(snapshot.sealed)
+        return snapshot
 
     def keep_up(self, step: int) -> None:
-        """Wait where what is kept of a state is too far behind; a copy that does not come is given up."""
+        """See `Sink`: a copy of a state that does not come is given up."""
         for ward in self.wards if self._waits else ():
             ward.keep_up(step - _MOST_STEPS_BEHIND)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks hold."""
+        """See `Sink`: what all ranks hold."""
         self.replicated_step = min(news.held for news in heard)
         if self._outgoing is not None:
             self._outgoing.hear(self.replicated_step)
@@ -190,25 +184,16 @@ class Copies:
         for ward in self.wards:
             ward.trim(least)
 
-    def begin_anew(self) -> None:
-        """Make the folders again after somebody removed staging.
-
-        Raises:
-            StorageError: If one cannot be made.
-        """
+    def begin_anew(self, step: int) -> None:
+        """See `Sink`."""
         for ward in self.wards:
             ward.begin_anew()
 
     def show(self, step: int, committed_step: int, told_step: int) -> int:
-        """Tell replicas of others how far all ranks are; returns to which step all replicas may go on.
+        """See `Sink`.
 
         A state goes back to no earlier step. So none goes on to a step that a copy lacks, unless a copy is given up, or
         no step waits for one: then states are some steps behind at most.
-
-        Args:
-            step: The newest staged step.
-            committed_step: The newest that all ranks have staged.
-            told_step: To which step this rank's own replica was allowed to go on before.
         """
         settled = committed_step
         if self.replicated_step >= 0:
@@ -236,7 +221,7 @@ class Copies:
         return -1 if has_states and step < self._settled_step else step
 
     def figures(self) -> dict[str, Any]:
-        """Parts of ``stats()``; for any thread."""
+        """See `Sink`."""
         return {
             "replicated_step": self._recoverable_step,
             "held_step": self.held_step,

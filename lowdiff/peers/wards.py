@@ -26,7 +26,13 @@ from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.format.values import decode
 from lowdiff.persistence.staging.items import StagedItems, write_items
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import SavedStatus, StatusPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.staging.status import (
+    ReplicaStatus,
+    SavedStatus,
+    StatusPage,
+    TrainerStatus,
+    WriterStatus,
+)
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
@@ -403,18 +409,23 @@ class ReplicaWard(Ward):
 
     def _is_image_in_use(self) -> bool:
         # Another replica may have to be started before it is taken; none is before the first step.
-        return self.copied_step >= 0 and self.replica.status().image_step < self.copied_step
+        return self.copied_step >= 0 and self._replica_status().image_step < self.copied_step
 
     def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
         """See `Ward`: waits for the replica to make room; without a state it has no use for steps."""
-        write, status = super()._write, self.replica.status()
+        write, status = super()._write, self._replica_status()
         if status.asks_for_image(self.copied_step):
             self._give_up(f"its replica here has no state: {status.error}")
             return False
         return self._waits_for(lambda: write(log, note, sections), _PATIENCE_SECONDS)
 
     def _free_step(self) -> int:
-        return self.replica.status().consumed_step
+        return self._replica_status().consumed_step
+
+    def _replica_status(self) -> ReplicaStatus:
+        """Start the replica if it is not there, or no longer; return what it has done."""
+        self.replica.begin()
+        return self.replica.read_status()
 
     def _waits_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -340,8 +340,8 @@ class ProcessHandle(ABC):
         self._checked = time.monotonic()
         self._greet()
 
-    def _look_after(self) -> None:
-        """Read the progress, and from time to time check that the process runs. For one thread."""
+    def tend(self) -> None:
+        """Read the progress, and from time to time start another process in place of a dead one. For one thread."""
         if self._deaths.are_counted:
             self._deaths.take_progress(self._done())
         if time.monotonic() - self._checked > _CHECK_SECONDS:

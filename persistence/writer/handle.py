@@ -123,16 +123,16 @@ class WriterProcess(ProcessHandle):
             self._write_through = True
             self._tell(WRITE_THROUGH)
 
+    @property
+    def batch_size(self) -> int:
+        """Differentials per durable write, as the writer was told last."""
+        return self._settings.batch_size
+
     def set_batch_size(self, batch_size: int) -> None:
         """Set the number of differentials per durable write, a power of two, from now on."""
         with self._pipe:
             self._settings = replace(self._settings, batch_size=batch_size)
             self._tell(batch_size_word(batch_size))
-
-    def status(self) -> WriterStatus:
-        """Return the writer's progress, and restart a dead writer. For one thread."""
-        self._look_after()
-        return self.read_status()
 
     def _done(self) -> list[int]:
         """Return numbers that grow with the writer's work."""

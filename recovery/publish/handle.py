@@ -37,7 +37,7 @@ class PublisherProcess(ProcessHandle):
     def tend(self) -> None:
         """Start the publisher, or another one in place of one that died."""
         if self.has_begun:
-            self._look_after()
+            super().tend()
         elif not self.is_stopped:
             self._begin()
 

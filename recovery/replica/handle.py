@@ -20,9 +20,8 @@ from lowdiff.persistence.staging.status import (
 class ReplicaProcess(ProcessHandle):
     """Starts the replica, restarts it when it dies, and reads its status. For one thread.
 
-    The replica is started when its status is first asked for, which the first step's gradients do:
-    until then it has nothing to apply, and its start would take cores from recovery and from the first
-    backward pass. To stop it loses nothing: its files are whole at any moment, and its log is still there.
+    The replica is started with the first step's gradients: until then it has nothing to apply, and its
+    start would take cores from recovery and from the first backward pass. To stop it loses nothing: its files are whole at any moment, and its log is still there.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -36,7 +35,7 @@ class ReplicaProcess(ProcessHandle):
         StatusPage(page, read_status(page, ReplicaStatus))
         self._status = StatusReader(page, ReplicaStatus)
         self._deaths = Deaths(self._name, self._log, self._rank)
-        self.has_begun = self.is_stopped = False
+        self.has_begun = self.is_stopped = self._is_needed = False
 
     def read_status(self) -> ReplicaStatus:
         """Return what the replica has done; for any thread."""
@@ -47,17 +46,21 @@ class ReplicaProcess(ProcessHandle):
         """Error of a replica that keeps dying; empty if none does. For any thread."""
         return self._deaths.error
 
-    def status(self) -> ReplicaStatus:
-        """Return what the replica has done; start it if it is not there, or no longer."""
+    def begin(self) -> None:
+        """Start it, unless it is there; from now on `tend` starts it as well."""
+        self._is_needed = True
+        self.tend()
+
+    def tend(self) -> None:
+        """See `ProcessHandle`: a replica that has not begun is started once it is needed."""
         if self.has_begun:
-            self._look_after()
-        else:
+            super().tend()
+        elif self._is_needed:
             with self._pipe:  # another thread may stop it just now
                 if not self.is_stopped:
                     process = self._deaths.started(self._done(), self._start)
                     if process is not None:
                         self._run(process)
-        return self._status.read()
 
     def _done(self) -> list[int]:
         status = self._status.read()

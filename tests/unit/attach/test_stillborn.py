@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.commit.queue import LogQueue
+from lowdiff.commit.session import Session
 from lowdiff.commit.staging import Staging
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.values import same
@@ -34,14 +34,14 @@ def test_what_was_owed_to_killed_steps_is_still_there(
     whole.run(END)
     killed_life(tmp_path)
 
-    def dies(self: LogQueue, *_: object, **__: object) -> None:
+    def dies(self: Session, *_: object, **__: object) -> None:
         """Before its first snapshot is staged, when its writer has done all that it can."""
         wait_until(lambda: scan(RunFolder(tmp_path / "run")).of(0, 0).ranges == [(1, KILLED)])
         self.storage.writer.finish(PATIENCE_SECONDS)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LogQueue, "stage_snapshot", dies)
+        patch.setattr(Session, "snapshot", dies)
         with pytest.raises(KeyboardInterrupt):
             Loop(tmp_path).attach(restore=restore)
     resumed = Loop(tmp_path)

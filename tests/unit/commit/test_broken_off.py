@@ -101,9 +101,9 @@ def test_a_replicas_run_raises_an_error_of_storage_at_the_commit_that_follows_it
     training.body(0)
     training.checkpointer.commit()
     training.body(1)
-    real = WriterProcess.status
+    real = WriterProcess.read_status
     with monkeypatch.context() as patch:
-        patch.setattr(WriterProcess, "status", lambda self: real(self).with_errors("no disk"))
+        patch.setattr(WriterProcess, "read_status", lambda self: real(self).with_errors("no disk"))
         with pytest.raises(WriterFailed, match="no disk"):
             training.checkpointer.commit()
     testing.kill(training.checkpointer)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from dataclasses import astuple, fields, replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lowdiff.commit import session
 from lowdiff.commit.agreement import News, RankNews
 from lowdiff.errors import RankLost, UsageError
 from tests.crash.pool import Pool
+from tests.unit.loops import Loop
 
 WORDS = st.integers(0, 2**63 - 1)
 NEWS = st.builds(
     RankNews,
     **{field.name: st.booleans() if field.type == "bool" else WORDS for field in fields(RankNews)},
 )
+
+
+def world() -> dist.ProcessGroup:
+    """The group of a pool's processes."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def news_of(rank: int, step: int) -> RankNews:
@@ -36,7 +45,7 @@ def news_of(rank: int, step: int) -> RankNews:
 
 def tell(rank: int, world_size: int) -> list[tuple[RankNews, ...]]:
     """A pool's job: two steps."""
-    news = News(dist.group.WORLD)
+    news = News(world())
     heard = []
     for step in (7, 8):
         news.tell(news_of(rank, step))
@@ -52,7 +61,7 @@ def test_every_rank_hears_what_every_rank_told_in_each_step(pool: Pool) -> None:
 def steps_apart(rank: int, world_size: int, what: str) -> str:
     """A pool's job: the last rank is elsewhere."""
     odd = rank == world_size - 1
-    news = News(dist.group.WORLD)
+    news = News(world())
     news.tell(RankNews(5 + (odd and what == "incarnation"), 7 + (odd and what == "step")))
     try:
         news.hear()
@@ -97,16 +106,9 @@ def test_a_rank_that_does_not_speak_in_time_counts_as_lost(pool: Pool) -> None:
     assert first
 
 
-@given(told=NEWS)
-def test_a_single_process_is_its_own_news(told: RankNews) -> None:
-    news = News(None)
-    news.tell(told)
-    assert news.hear() == (told,)
-
-
 def tell_all(rank: int, world_size: int, all_told: list[RankNews]) -> list[tuple[RankNews, ...]]:
     """A pool's job: each rank tells its part, one after the other."""
-    news = News(dist.group.WORLD)
+    news = News(world())
     heard = []
     for told in all_told:
         news.tell(replace(told, watched=rank))
@@ -126,16 +128,8 @@ def test_every_field_travels_as_it_is(pool: Pool, all_told: list[RankNews]) -> N
         ]
 
 
-def tell_alone(rank: int, world_size: int) -> list[tuple[RankNews, ...]]:
-    """A pool's job: one process in DDP hears itself as often as it likes, or not at all."""
-    news = News(dist.group.WORLD)
-    heard = []
-    for step in range(4):
-        news.tell(news_of(rank, step))
-        heard += [news.hear()] * (step % 2) * 2
-    return heard
-
-
-def test_a_single_process_in_ddp_need_not_listen_before_it_speaks_again(pool: Pool) -> None:
-    own = [(news_of(0, 1),), (news_of(0, 3),)]
-    assert pool.run(tell_alone, 1) == [[own[0], own[0], own[1], own[1]]]
+def test_a_single_process_builds_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "RankNews", None)
+    loop = Loop(tmp_path)
+    loop.run(4)
+    assert loop.checkpointer.stats()["committed_step"] == 4

@@ -20,6 +20,7 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaQueue
+from lowdiff.commit.storage import Look
 from lowdiff.compressors import TopK
 from lowdiff.errors import StepNotFound, WriterFailed
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -38,6 +39,11 @@ from tests.unit.persistence.made_runs import tear
 from tests.unit.persistence.s3_server import S3Server
 
 _PATIENCE_SECONDS = 100.0
+
+
+def in_trouble(look: Look) -> Look:
+    """Storage whose writer reports an error."""
+    return replace(look, writer=look.writer.with_errors("no disk"))
 
 
 class LargerTraining(TinyTraining):
@@ -379,10 +385,10 @@ def test_a_writers_trouble_is_raised_by_commit_which_can_be_called_again(
 ) -> None:
     life = Life(tmp_path, on_error="raise", snapshot_every=1000)
     life.run(3)
-    real = ReplicaQueue.status
+    real = ReplicaQueue.look
     with monkeypatch.context() as patch:  # a full queue and a writer in trouble
         patch.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
-        patch.setattr(ReplicaQueue, "status", lambda s: replace(real(s), error="no disk"))
+        patch.setattr(ReplicaQueue, "look", lambda s: in_trouble(real(s)))
         life.training.step(3)
         with pytest.raises(WriterFailed):
             life.checkpointer.commit()

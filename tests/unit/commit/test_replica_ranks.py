@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-import lowdiff.commit.storage
+import lowdiff.commit.images
+import lowdiff.commit.queue
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.compressors import TopK
@@ -82,17 +83,20 @@ def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, 
     life = RankLife(rank, folder, backpressure="degrade", snapshot_every=1000)
     queue = testing.parts_of(life.checkpointer).session.queue
     assert isinstance(queue, ReplicaQueue)
-    images, real = queue.images, ReplicaProcess.status
+    images, real = queue.images, ReplicaProcess.read_status
 
     def is_image_in_use() -> bool:
-        return images.is_in_use(queue.status().durable_snapshot)
+        return images.is_in_use(queue.attend())
 
     def consumed_step() -> int:
         return read_status(life.stage.replica_status, ReplicaStatus).consumed_step
 
+    def settled_step() -> int:
+        return read_status(life.stage.trainer_status, TrainerStatus).settled_step
+
     def has_all_it_may_take() -> bool:
         is_level = life.checkpointer.stats()["replica_lag_steps"] == 0
-        return is_level or consumed_step() >= queue.storage.page.status.settled_step
+        return is_level or consumed_step() >= settled_step()
 
     life.wait(lambda: not is_image_in_use())
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +106,7 @@ def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, 
             consumed = consumed_step()
             patch.setattr(
                 ReplicaProcess,
-                "status",
+                "read_status",
                 lambda replica, upto=consumed: replace(real(replica), consumed_step=upto),
             )
             with pytest.MonkeyPatch.context() as full:
@@ -142,7 +146,7 @@ def go_on_compressed(
     """Attach with a compressor, which may fail on a rank, and train on."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
-            patch.setattr(lowdiff.commit.storage, "stage_image", full)
+            patch.setattr(lowdiff.commit.images, "stage_image", full)
         try:
             life = RankLife(rank, Path(folder.format(rank=rank)), compressor=TopK(0.1), **settings)
         except LowDiffError as error:
@@ -205,7 +209,7 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
     )
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            reported = WriterProcess.status
+            reported = WriterProcess.read_status
             failed = threading.Event()
 
             def wait(seconds: float) -> None:
@@ -215,11 +219,11 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
             os.kill(life.checkpointer.stats()[f"{hangs}_pid"], signal.SIGSTOP)
             patch.setattr(
                 WriterProcess,
-                "status",
+                "read_status",
                 lambda s: reported(s).with_errors("no disk" if failed.is_set() else ""),
             )
             patch.setattr(
-                lowdiff.commit.storage, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
+                lowdiff.commit.queue, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
             )
         error = ""
         try:

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import torch
 from torch import nn
 
 import lowdiff
-import lowdiff.commit.storage
+import lowdiff.commit.images
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaImages, ReplicaQueue
+from lowdiff.commit.storage import Trainer
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
 from lowdiff.persistence.staging.log import StagingLog
 from tests.mounts import fill, tmpfs_or_skip
-from tests.unit.commit.test_replica_queue import Life
+from tests.unit.commit.test_replica_queue import Life, in_trouble
 from tests.unit.persistence.made_runs import tear
 from tests.unit.recovery.training import flip
 
@@ -121,12 +121,11 @@ def test_trouble_that_other_ranks_have_not_heard_of_puts_a_snapshot_off(
 ) -> None:
     life = Life(tmp_path, snapshot_every=1000, on_error="raise")
     life.run(3)
-    real = ReplicaQueue.status
+    real = ReplicaQueue.look
     with monkeypatch.context() as patch:
-        storage = testing.parts_of(life.checkpointer).session.queue.storage
-        patch.setattr(storage, "tells_first", True)
+        patch.setattr(Trainer, "tells_first", True)
         patch.setattr(ReplicaImages, "is_in_use", lambda *_: True)
-        patch.setattr(ReplicaQueue, "status", lambda s: replace(real(s), error="no disk"))
+        patch.setattr(ReplicaQueue, "look", lambda s: in_trouble(real(s)))
         life.snapshot()
     assert life.checkpointer.stats()["snapshots"] == 1
     catch_up(life)
@@ -228,7 +227,7 @@ def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_wi
         raise StorageError("staging needs 1.0 MiB, and that file system is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowdiff.commit.storage, "stage_image", full)
+        patch.setattr(lowdiff.commit.images, "stage_image", full)
         with pytest.raises(StorageError, match="full"):
             Life(tmp_path)
     after = Life(tmp_path, compressor=TopK(0.5))

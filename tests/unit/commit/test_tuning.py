@@ -15,7 +15,7 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.schedule import Cadence
-from lowdiff.commit.storage import Storage
+from lowdiff.commit.storage import Trainer
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -26,6 +26,7 @@ from lowdiff.persistence.staging.measurements import (
     gather_measurements,
     read_all_measurements,
 )
+from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner import measured
 from lowdiff.tuner.choice import Limits, Setting, stored_bytes
@@ -236,11 +237,10 @@ def test_all_ranks_decide_the_same_at_the_same_step(tmp_path: Path, pool: Pool) 
     assert resumed == 40
 
 
-class ToldStorage:
+class ToldWriter:
     """Stands for a writer process: the batch size it was told last."""
 
-    def __init__(self, folder: StagingFolder, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self) -> None:
         self.batch_size = 16
 
     def set_batch_size(self, batch_size: int) -> None:
@@ -264,7 +264,7 @@ class SyntheticRank:
         self.staging.root.mkdir(parents=True)
         self.trained = Recorder(self.staging.measured_by_trainer)
         self.written = Recorder(self.staging.measured_by_writer)
-        self.storage = ToldStorage(self.staging, rank)
+        self.writer = ToldWriter()
         settings = Settings(
             run=folder / "run",
             compressor=TopK(0.1),
@@ -275,10 +275,9 @@ class SyntheticRank:
             **{"tuning": Tuning(mtbf_hours=1.0), **chosen},
         )
         self.cadence = Cadence(
-            settings,
-            cast(Storage, self.storage),
+            Trainer(self.staging, settings, rank, world_size),
+            cast(WriterProcess, self.writer),
             self.trained,
-            world_size,
         )
         self.cadence.begin(0, past or Past((), {}, None))
         self.trained.set_facts(began_unix_seconds=0.0, elements=10e6)
@@ -288,15 +287,13 @@ class SyntheticRank:
 
     def step(self, step: int, heard: list[RankNews]) -> None:
         costs = self.costs
-        interval, batch = self.cadence.wish()
-        alone = RankNews(0, step, interval=interval, batch=batch)
-        self.cadence.follow(step, heard or [alone])
+        self.cadence.follow(step, heard)
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)
         self.trained.set_facts(seen_unix_seconds=step * costs.step_seconds)
         self.staged += 1
-        if self.staged >= self.storage.batch_size:
+        if self.staged >= self.writer.batch_size:
             size = self.staged * costs.differential_bytes
             seconds = costs.write_latency_seconds + size / costs.write_bytes_per_second
             self.written.observe("batch_steps", self.staged)
@@ -314,7 +311,7 @@ class SyntheticRank:
 
     def keeps_up(self, at_most: float = 0.85) -> bool:
         """Whether the disk, as it is now, sustains the setting in force."""
-        busy = writer_share(self.costs, self.cadence.snapshot_every, self.storage.batch_size)
+        busy = writer_share(self.costs, self.cadence.snapshot_every, self.writer.batch_size)
         return busy <= at_most
 
 
@@ -334,15 +331,15 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
             for rank in ranks:
                 rank.step(step, heard)
                 assert rank.cadence.snapshot_every == ranks[0].cadence.snapshot_every
-                assert rank.storage.batch_size == ranks[0].storage.batch_size
+                assert rank.writer.batch_size == ranks[0].writer.batch_size
 
     go(0, 1200)
-    before = Setting(ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size)
+    before = Setting(ranks[0].cadence.snapshot_every, ranks[0].writer.batch_size)
     assert ranks[2].keeps_up()
     ranks[2].costs = slow  # one rank's disk only
     assert not ranks[2].keeps_up()
     go(1200, 4000)
-    after = Setting(ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size)
+    after = Setting(ranks[0].cadence.snapshot_every, ranks[0].writer.batch_size)
     assert after.batch_size > before.batch_size
     assert ranks[2].keeps_up()
     decisions = [gather_measurements(rank.staging, "", 1, ended="").decisions for rank in ranks]
@@ -351,11 +348,11 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     ]
     assert settings[0] == settings[1] == settings[2]
     assert any("rank 2" in reason for d in decisions[0] for reason in d["reasons"])
-    assert all(rank.storage.batch_size == after.batch_size for rank in ranks)
+    assert all(rank.writer.batch_size == after.batch_size for rank in ranks)
     assert ranks[0].snapshots == ranks[1].snapshots == ranks[2].snapshots
     # It comes to rest: nothing changes any more.
     go(4000, 5000)
-    assert (ranks[0].cadence.snapshot_every, ranks[0].storage.batch_size) == (
+    assert (ranks[0].cadence.snapshot_every, ranks[0].writer.batch_size) == (
         after.snapshot_every,
         after.batch_size,
     )
@@ -368,7 +365,7 @@ def test_a_decision_that_cannot_be_kept_is_followed_all_the_same(
     rank.staging.decisions.mkdir()
     for step in range(1200):
         rank.step(step, [])
-    assert (rank.cadence.snapshot_every, rank.storage.batch_size) != (91, 16)
+    assert (rank.cadence.snapshot_every, rank.writer.batch_size) != (91, 16)
     assert "a decision of the tuner is not kept: [Errno 21] Is a directory" in caplog.text
 
 
@@ -394,7 +391,7 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
     for step in range(2000):
         before.step(step, [])
     cadence = before.cadence
-    learned = Setting(cadence.snapshot_every, before.storage.batch_size)
+    learned = Setting(cadence.snapshot_every, before.writer.batch_size)
     samples, facts = (
         {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
         for kind in ("samples", "facts")
@@ -403,5 +400,5 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
     after = SyntheticRank(tmp_path / "after", 0, 1, costs, past)
     for step in range(learned.snapshot_every - 1):  # up to its first snapshot
         after.step(step, [])
-        now = Setting(after.cadence.snapshot_every, after.storage.batch_size)
+        now = Setting(after.cadence.snapshot_every, after.writer.batch_size)
         assert now == learned

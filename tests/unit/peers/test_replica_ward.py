@@ -183,7 +183,8 @@ def _owes(ward: Ward, _: dict[str, Any]) -> bool:
 
 def _is_noticed(ward: ReplicaWard, _: dict[str, Any]) -> bool:
     """Whether another replica has started and found no state; the ward looks after it only with steps."""
-    return ward.replica.status().forgot
+    ward.replica.begin()
+    return ward.replica.read_status().forgot
 
 
 def test_a_replica_without_a_state_gets_an_image_before_steps_count_again(

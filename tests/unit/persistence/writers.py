@@ -111,9 +111,15 @@ def write_here(settings: WriterSettings, orders: TextIO, monkeypatch: pytest.Mon
     asyncio.run(asyncio.wait_for(Writer(settings).run(lock), PATIENCE_SECONDS))
 
 
+def attended(writer: WriterProcess) -> WriterStatus:
+    """What a writer reports; one that died is started again."""
+    writer.tend()
+    return writer.read_status()
+
+
 def wait_until(writer: WriterProcess, condition: Callable[[WriterStatus], object]) -> WriterStatus:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition(status := writer.status()):
+    while not condition(status := attended(writer)):
         assert time.monotonic() < deadline, status
         time.sleep(0.002)
     return status

@@ -74,7 +74,7 @@ def test_each_object_is_a_file_of_the_run_folder(tmp_path: Path) -> None:
     assert all(
         s > 0 for kind in ("segments", "snapshots") for s in measured[f"{kind}_upload_seconds"]
     )
-    assert writer.status().remote_bytes == sum(
+    assert writer.read_status().remote_bytes == sum(
         size for name, size in store.sizes().items() if name != "run.json"
     ) - len(store.read("snapshots/i000000-s0000000003/rank-0000.json"))
 
@@ -207,7 +207,7 @@ def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
             (tmp_path / "run/segments/rank-0000/i000000-s0000000003.seg").unlink()
             server.throttled = lambda method, name: "snapshots" in name
         wait_until(writer, lambda status: steps_uploaded(store) == [1, 2, 4])
-        assert writer.status().remote_step == 2
+        assert writer.read_status().remote_step == 2
         server.forget()
         wait_until(writer, has_uploaded(4))
 

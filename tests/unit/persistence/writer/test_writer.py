@@ -54,7 +54,7 @@ def test_batches_become_durable_and_the_rest_when_the_trainer_is_done(tmp_path: 
     settings = settings_in(tmp_path)
     log = log_of(settings)
     with writing(settings) as writer:
-        assert writer.status() == WriterStatus(durable_step=0)
+        assert writer.read_status() == WriterStatus(durable_step=0)
         for step in range(1, 11):
             append(log, step)
         status = wait_until(writer, lambda s: s.durable_step == 8)

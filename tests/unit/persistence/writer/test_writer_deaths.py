@@ -20,6 +20,7 @@ from tests.processes import is_alive
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,
     append,
+    attended,
     log_of,
     settings_in,
     stored,
@@ -79,7 +80,7 @@ def test_such_a_writer_is_started_ever_more_rarely(
         assert "signal 9: Killed, mostly the out-of-memory killer" in status.error
         wait_until(writer, lambda _: writer.restarts == 3)
         assert time.monotonic() - began > 1.5
-        assert writer.status().error, "that it was started says nothing"
+        assert attended(writer).error, "that it was started says nothing"
 
 
 def test_the_end_of_a_life_waits_for_no_back_off(
@@ -90,7 +91,7 @@ def test_the_end_of_a_life_waits_for_no_back_off(
     log = log_of(settings)
     writer = WriterProcess(settings)
     append(log, 1)
-    while not writer.status().error:
+    while not attended(writer).error:
         kill(writer) if is_alive(writer.pid) else time.sleep(0.01)
     assert writer.finish(PATIENCE_SECONDS).closed
     assert stored(settings.folder) == [1]

@@ -45,7 +45,7 @@ def test_a_replica_that_another_thread_is_just_starting_is_stopped_as_well(
     )
     settings.staging.root.mkdir(parents=True)
     handle = ReplicaProcess(settings)
-    starter = threading.Thread(target=handle.status)
+    starter = threading.Thread(target=handle.begin)
     starter.start()
     assert is_starting.wait(10)
     stopper = threading.Thread(target=handle.stop)
@@ -57,5 +57,5 @@ def test_a_replica_that_another_thread_is_just_starting_is_stopped_as_well(
     pid = handle.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    handle.status()
+    handle.tend()
     assert (handle.is_stopped, handle.pid, handle.restarts) == (True, pid, 0)
