@@ -90,11 +90,11 @@ def wait_until(
         TimeoutError: If the condition does not come true in time; the message has the stats.
         UsageError: If it is not attached.
     """
-    deadline = time.monotonic() + seconds
+    queue, deadline = checkpointer._session.queue, time.monotonic() + seconds
     while not condition(stats := checkpointer.stats()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {seconds:.0f} s stats() are still {stats}")
-        checkpointer._session.queue.attend()
+        queue.attend()
         time.sleep(_LOOK_SECONDS)
     return stats
 

@@ -103,9 +103,8 @@ def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_
         def read_status(self) -> ReplicaStatus:
             return ReplicaStatus()
 
-        def status(self) -> ReplicaStatus:
+        def begin(self) -> None:
             looked_after.append(True)
-            return ReplicaStatus()
 
         def stop(self) -> None:
             """End nothing."""
