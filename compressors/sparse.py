@@ -69,12 +69,7 @@ class SparseReducer:
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
-        self.stamp = 0
-
-    @property
-    def step(self) -> int:
-        """Return the step that the stamp names."""
-        return step_of(self.stamp)
+        self.stamp = self.step = 0
 
     def begin(self, stamp: int) -> None:
         """Forget the last step's selection; see ``Reducer.begin``."""
@@ -82,7 +77,7 @@ class SparseReducer:
             stored.begin()
         self._exchanged.clear()
         self.headers.begin()
-        self.stamp = stamp
+        self.stamp, self.step = stamp, step_of(stamp)
 
     def kept(self, numel: int) -> int:
         """Return how many entries of a parameter are exchanged in this step."""

@@ -46,6 +46,8 @@ class Queue(Sink, ABC):
         self.images = Images(trainer)
         self._trainer = trainer
         self._storage = storage
+        #: The newest step that all ranks have staged.
+        self._committed_step = -1
 
     @property
     def _most_at_risk(self) -> int:
@@ -98,6 +100,11 @@ class Queue(Sink, ABC):
         if is_busy:
             look = self.wait_for_snapshot(look)
         return self._stage_image(replace(snapshot, look=look))
+
+    def show(self, step: int, committed_step: int, told_step: int) -> int:
+        """See `Sink`."""
+        self._committed_step = committed_step
+        return committed_step
 
     def secure(self, step: int) -> int:
         """Have a committed step become durable, as training ends; returns the newest that can.

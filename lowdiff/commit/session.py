@@ -41,6 +41,7 @@ class Session:
     behind it.
 
     Attributes:
+        step: The step that this rank staged last.
         committed_step: The newest step that this rank knows all ranks to hold.
         queue: Where steps are staged.
         storage: The processes that empty it.
@@ -62,7 +63,7 @@ class Session:
         meter: Meter,
         step: int,
     ) -> None:
-        self.committed_step = step
+        self.step = self.committed_step = step
         self.queue = queue
         self.storage = storage
         self.recorder = recorder
@@ -82,11 +83,6 @@ class Session:
         self._hooks = OptimizerHooks(live.attached.optimizers, self)
         recorder.guard.last_pre_hooks = self._hooks.pre_hook_ids
         self._objects = AttachedObjects(live.attached)
-
-    @property
-    def step(self) -> int:
-        """The step that this rank staged last."""
-        return self._sealed.differential.step
 
     @property
     def has_finished_step(self) -> bool:
@@ -231,8 +227,7 @@ class Session:
         self._objects.check()
         self.recorder.proofs.settle(self.step + 1)
         # Another trainer may have taken over the run while this process slept in the step.
-        agreement.refuse_lost_run(heard)
-        if agreement.acts_after(self.step):
+        if agreement.follow(self.step, heard):
             if any(news.is_preempted for news in heard) and not agreement.was_told_to_stop:
                 self.preempt()
             failing = [rank for rank, news in enumerate(heard) if news.has_storage_error]
@@ -260,7 +255,7 @@ class Session:
 
     def _advance(self, sealed: Sealed, heard: Sequence[RankNews], look: Look) -> None:
         """Take the step for staged, begin the next one, and tell the other ranks."""
-        self._sealed = sealed
+        self._sealed, self.step = sealed, sealed.differential.step
         self.recorder.step.stage()
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)

@@ -71,7 +71,7 @@ class Staging:
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
-        return look.is_gone or any(sink.is_gone for sink in self._sinks)
+        return look.is_gone or any(sink.is_gone for sink in self._sinks[1:])
 
     def owes_snapshot(self, look: Look) -> bool:
         """Whether a full snapshot should be taken, for whichever sink."""

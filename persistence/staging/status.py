@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -222,21 +222,23 @@ class StatusPage(Generic[_Status]):
 
     def __init__(self, path: Path, status: _Status) -> None:
         self._page = Page(path)
+        self._names = [field.name for field in fields(status)]
         self.status = status
         self.update()
 
     def update(self, **changes: object) -> None:
         """Change some fields and publish them together; long texts are cut to fit."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        content: dict[str, Any] = {}
-        for field in fields(self.status):  # as `asdict` does, which would look into every number
-            value = getattr(self.status, field.name)
-            if field.name in _PARTS and value is not None:
-                value = asdict(value)
-            elif isinstance(value, str):
-                value = value.encode(errors="replace")[:_TEXT_BYTES].decode(errors="ignore")
-            content[field.name] = value
-        self._page.publish(content)
+        self._page.publish({name: _plain(getattr(self.status, name)) for name in self._names})
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as numbers, short texts, and dictionaries of them."""
+    if isinstance(value, str):
+        return value.encode(errors="replace")[:_TEXT_BYTES].decode(errors="ignore")
+    if isinstance(value, ImageMark | HistogramValue):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value
 
 
 class StatusReader(Generic[_Status]):
