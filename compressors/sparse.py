@@ -69,7 +69,12 @@ class SparseReducer:
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
-        self.stamp = self.step = 0
+        self.stamp = 0
+
+    @property
+    def step(self) -> int:
+        """Return the step that the stamp names."""
+        return step_of(self.stamp)
 
     def begin(self, stamp: int) -> None:
         """Forget the last step's selection; see ``Reducer.begin``."""
@@ -77,7 +82,7 @@ class SparseReducer:
             stored.begin()
         self._exchanged.clear()
         self.headers.begin()
-        self.stamp, self.step = stamp, step_of(stamp)
+        self.stamp = stamp
 
     def kept(self, numel: int) -> int:
         """Return how many entries of a parameter are exchanged in this step."""

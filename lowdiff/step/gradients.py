@@ -13,6 +13,7 @@ from lowdiff.compressors.changes import Known
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.core import devices
 from lowdiff.core.events import Code
+from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import add_up, is_sharded
@@ -179,7 +180,7 @@ class RecordedGradients(Gradients):
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            self._reducer.reduce([i], [gradient], gradient).wait()
+            wait_for_ranks(self._reducer.reduce([i], [gradient], gradient).wait)
             live = self._attached.parameters[i].grad
             assert live is not None
             if live.data_ptr() != gradient.data_ptr():
