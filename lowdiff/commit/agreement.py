@@ -124,9 +124,9 @@ class News:
             wait_for_ranks(work.wait, *(() if limit is None else (limit,)))
         except RuntimeError as error:
             raise RankLost(error) from error
-        self._coming = None
         heard = tuple(_news(words.tolist()) for words in all_words)
-        self._refuse_others(heard)
+        self._refuse_others(heard)  # again, if this is asked again
+        self._coming = None
         return heard
 
     def peek(self) -> tuple[RankNews, ...] | None:

@@ -22,13 +22,13 @@ import lowdiff.commit.images
 import lowdiff.commit.queue
 from lowdiff import testing
 from lowdiff.commit.replica_queue import ReplicaQueue
+from lowdiff.commit.storage import Look
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.recovery.replica.handle import ReplicaProcess
 from tests.crash.pool import Pool
 from tests.faults.victim import TinyTraining
 from tests.unit.persistence.s3_server import S3Server
@@ -78,12 +78,17 @@ class RankLife:
         self.step += 1
 
 
+def consumed_up_to(look: Look, step: int) -> Look:
+    """Storage whose replica has applied steps up to this one."""
+    return replace(look, replica=replace(look.replica, consumed_step=step))
+
+
 def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, int]:
     """Train with replicas that need a whole step for each. Returns what was done at what cost."""
     life = RankLife(rank, folder, backpressure="degrade", snapshot_every=1000)
     queue = testing.parts_of(life.checkpointer).session.queue
     assert isinstance(queue, ReplicaQueue)
-    images, real = queue.images, ReplicaProcess.read_status
+    images, real = queue.images, ReplicaQueue.look
 
     def is_image_in_use() -> bool:
         return images.is_in_use(queue.attend())
@@ -98,16 +103,15 @@ def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, 
         is_level = life.checkpointer.stats()["replica_lag_steps"] == 0
         return is_level or consumed_step() >= settled_step()
 
-    life.wait(lambda: not is_image_in_use())
     with pytest.MonkeyPatch.context() as patch:
         while life.step < 12:
             # It ends a step while the next one computes, never earlier.
             life.wait(lambda: has_all_it_may_take() or is_image_in_use())
             consumed = consumed_step()
             patch.setattr(
-                ReplicaProcess,
-                "read_status",
-                lambda replica, upto=consumed: replace(real(replica), consumed_step=upto),
+                ReplicaQueue,
+                "look",
+                lambda queue, upto=consumed: consumed_up_to(real(queue), upto),
             )
             with pytest.MonkeyPatch.context() as full:
                 if (rank, life.step) == (0, 3):
