@@ -75,7 +75,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         **queue.figures(),
         **({} if opened.copies is None else opened.copies.figures()),
         **({} if storage.publisher is None else storage.publisher.figures()),
-        "durable_step": queue.durable_step(queue.look()),
+        "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
         "diverged_ranks": list(session.agreement.health.ranks_apart),

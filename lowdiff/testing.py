@@ -90,11 +90,13 @@ def wait_until(
         TimeoutError: If the condition does not come true in time; the message has the stats.
         UsageError: If it is not attached.
     """
-    queue, deadline = checkpointer._session.queue, time.monotonic() + seconds
+    session, deadline = checkpointer._session, time.monotonic() + seconds
+    if session.storage.replica is not None:
+        session.storage.replica.begin()
     while not condition(stats := checkpointer.stats()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {seconds:.0f} s stats() are still {stats}")
-        queue.attend()
+        session.queue.attend()
         time.sleep(_LOOK_SECONDS)
     return stats
 

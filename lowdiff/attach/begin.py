@@ -148,7 +148,7 @@ def begin(
             cadence.begin(start.step, past)
             live.tracker.start(start.items, is_under_way=start.step > 0 and ranks.rank == 0)
         # All ranks make each process group at once, and wait there for one that failed before.
-        copies = _copies(settings, live, wards, ranks, memory, undo)
+        copies = _copies(trainer, live, wards, ranks, memory, undo)
         recorder = _recorder(settings, live, fence, ranks, hook, scaling, memory)
         sinks: list[Sink] = [sink for sink in (standby, copies) if sink is not None]
         # The base names the residual; from then on the memory of the life before is not needed, and goes.
@@ -261,7 +261,7 @@ def _wards(
 
 
 def _copies(
-    settings: Settings,
+    trainer: Trainer,
     live: Live,
     wards: Sequence[Ward],
     ranks: Ranks,
@@ -269,7 +269,7 @@ def _copies(
     undo: ExitStack,
 ) -> Copies | None:
     """Have other nodes keep what this rank stages."""
-    peers = memory.peers
+    peers, settings = memory.peers, trainer.settings
     if settings.copies == 1 or ranks.training_group is None:
         return None
     group = own_group(ranks.training_group)
@@ -282,7 +282,8 @@ def _copies(
         wards,
         partial(all_items, live),
         sends_all=peers.sends_all,
-        waits=settings.backpressure == "block",
+        waits=not trainer.degrades,
+        counters=trainer.counters,
         outgoing=outgoing,
     )
     undo.callback(copies.close, removes=False)

@@ -88,12 +88,11 @@ def _secure(opened: Opened) -> float:
     aim = step = session.committed_step
     with suppress(Exception):  # a survivor has saved the live state by now, if it could
         aim = session.secure(takes_live=opened.survivor is None)
-    look = queue.attend()
-    while (durable := queue.durable_step(look)) < aim and time.monotonic() < deadline:
-        if look.writer.error:
+    while queue.durable_step < aim and time.monotonic() < deadline:
+        if queue.attend().writer.error:
             break
         time.sleep(_LOOK_SECONDS)
-        look = queue.attend()
+    durable = queue.durable_step
     if durable < step:
         Code.STEPS_AT_RISK.warn(
             f"steps {durable + 1} to {step} are committed and lie in memory alone, in "

@@ -342,11 +342,8 @@ class Agreement:
             self._heard = self._news.hear(timeout_seconds)
         return self._heard, is_new
 
-    def follow(self, step: int, heard: Sequence[RankNews]) -> bool:
+    def refuse_lost_run(self, heard: Sequence[RankNews]) -> None:
         """See that no rank has lost the run, as all ranks know it; a single process looks by itself.
-
-        Returns:
-            Whether to act on the news of ``step``: once, also where the commit that hears them is repeated.
 
         Raises:
             RunInUse: If one has; on all ranks.
@@ -355,6 +352,9 @@ class Agreement:
         self._has_lost_run |= self._lock.is_lost() if self.is_alone else is_told
         if self._has_lost_run:
             raise self._lock.taken_over()
+
+    def acts_after(self, step: int) -> bool:
+        """Whether to act on the news of ``step``: once, also where the commit that hears them is repeated."""
         is_new, self._acted_step = step > self._acted_step, max(step, self._acted_step)
         return is_new
 

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from lowdiff.commit.images import Images
@@ -58,6 +59,10 @@ class Queue(Sink, ABC):
     def _lacks_files(self) -> bool:
         """Whether somebody removed files that its processes read."""
 
+    def is_gone(self, look: Look) -> bool:
+        """See `Sink`."""
+        return look.is_gone
+
     def look(self) -> Look:
         """Read what the processes report, and see whether files are there; for any thread."""
         writer = self._storage.writer.read_status()
@@ -65,14 +70,15 @@ class Queue(Sink, ABC):
 
     def attend(self) -> Look:
         """Start dead processes anew, look, and say what is wrong where that is news. For one thread."""
-        self._storage.start_dead()
+        self._storage.tend()
         look = self.look()
         self._say(look)
         return look
 
-    def durable_step(self, look: Look) -> int:
-        """Return the newest step of this rank's that needs no memory to be recovered."""
-        return look.writer.unbroken_step
+    @property
+    def durable_step(self) -> int:
+        """The newest step of this rank's that needs no memory to be recovered; for any thread."""
+        return self._storage.writer.read_status().unbroken_step
 
     def owes_snapshot(self, look: Look) -> bool:
         """See `Sink`: whether one could not be taken and should be, or a step is lost and needs one."""
@@ -93,12 +99,12 @@ class Queue(Sink, ABC):
         instead of waiting, and when there is no memory for it.
         """
         images, look = self.images, snapshot.look
-        is_busy = look.writer.durable_snapshot < images.step
-        if is_busy and self._trainer.degrades and not snapshot.required:
-            images.is_owed = True
-            return snapshot
-        if is_busy:
-            look = self.wait_for_snapshot(look)
+        if look.writer.durable_snapshot < images.step:
+            if not self._trainer.degrades or snapshot.required:
+                look = self.wait_for_snapshot(look)
+            elif self.attend().writer.durable_snapshot < images.step:
+                images.is_owed = True
+                return snapshot
         return self._stage_image(replace(snapshot, look=look))
 
     def show(self, step: int, committed_step: int, told_step: int) -> int:
@@ -208,6 +214,13 @@ class Queue(Sink, ABC):
         what = f"step {limit} to be durable"
         return self.wait_until(lambda look: is_reached(look, limit), what, look)
 
+    def _count_unprotected(self, limit: int, look: Look) -> Look:
+        """Count a step that goes on although one up to a limit is not durable, as a look that is new says."""
+        if look.writer.durable_step < limit:
+            look = self.attend()
+            self._trainer.counters.unprotected_steps += look.writer.durable_step < limit
+        return look
+
     def _stage_image(self, snapshot: Snapshot) -> Snapshot:
         step = snapshot.sealed.differential.step
         if not self.images.stage(step, snapshot.tensors, required=snapshot.required):
@@ -254,12 +267,13 @@ class LogQueue(Queue):
     def _lacks_files(self) -> bool:
         return self._log.is_gone
 
-    def durable_step(self, look: Look) -> int:
+    @property
+    def durable_step(self) -> int:
         """See `Queue`: what follows dropped steps counts once the snapshot behind it is durable."""
-        durable, dropped = look.writer.unbroken_step, self._log.dropped_step
-        if 0 < self._first_dropped and look.writer.durable_snapshot < dropped:
-            return min(durable, self._first_dropped - 1)
-        return durable
+        writer = self._storage.writer.read_status()
+        if 0 < self._first_dropped and writer.durable_snapshot < self._log.dropped_step:
+            return min(writer.unbroken_step, self._first_dropped - 1)
+        return writer.unbroken_step
 
     def owes_snapshot(self, look: Look) -> bool:
         """See `Queue`."""
@@ -278,7 +292,7 @@ class LogQueue(Queue):
         record = handed.sealed.differential
         limit = record.step - self._most_at_risk
         if trainer.degrades:
-            trainer.counters.unprotected_steps += look.writer.durable_step < limit
+            look = self._count_unprotected(limit, look)
         elif self._renewed_step >= 0 or look.writer.durable_step <= limit:
             look = self._bound_risk(limit, look)
         return self._append(RecordKind.DIFFERENTIAL, record, replace(handed, look=look))
@@ -300,11 +314,11 @@ class LogQueue(Queue):
         self._renewed_step = step
 
     def _append(self, kind: RecordKind, record: Differential, handed: Handed) -> Handed:
-        log, drops = self._log, self._trainer.degrades
+        log = self._log
         scalars, sections = encode_scalars(record), sections_of(record)
         sizes: list[int] = []
 
-        def fits(look: Look) -> bool:
+        def fits(look: Look, *, drops: bool = False) -> bool:
             dropped_before = log.dropped_step
             try:
                 size = log.append(
@@ -319,15 +333,20 @@ class LogQueue(Queue):
             finally:  # even so there may be no memory for this record
                 if log.dropped_step > dropped_before:
                     self._note_dropped(dropped_before, look.writer)
-            sizes.append(size or 0)
-            return size is not None
+            if size is None:
+                return False
+            sizes.append(size)
+            return True
 
-        look = self.wait_until(fits, "staging memory", handed.look)
+        look = handed.look
+        if not fits(look):  # by now more may be durable
+            may_drop = partial(fits, drops=self._trainer.degrades)
+            look = self.wait_until(may_drop, "staging memory", self.attend())
         return replace(
             handed,
             look=look,
             checksum=log.checksum,
-            staged_bytes=handed.staged_bytes + sizes[-1],
+            staged_bytes=handed.staged_bytes + sum(sizes),
         )
 
     def _bound_risk(self, limit: int, look: Look) -> Look:

@@ -128,7 +128,9 @@ class ReplicaQueue(Queue):
 
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`; no replica is started for it yet."""
-        return self._append(RecordKind.BASE, base_record(base), base, lambda _: True)
+        record = base_record(base)
+        self._step = record.step
+        return self._append(RecordKind.BASE, record, base)
 
     def stage_ahead(self, ahead: Ahead) -> None:
         """See `Sink`: straight from where the optimizer has them."""
@@ -164,8 +166,8 @@ class ReplicaQueue(Queue):
             return handed
         # Behind what was staged ahead of the record.
         self._pending = [*self._pending, *sections_of(record)]
-        staged = self._append(RecordKind.DIFFERENTIAL, record, handed, self._has_put)
-        if staged.staged_bytes == handed.staged_bytes:
+        staged = self._append(RecordKind.DIFFERENTIAL, record, handed)
+        if staged.checksum is None:
             self._drop(record.step)
             return staged
         self._step = record.step
@@ -174,28 +176,15 @@ class ReplicaQueue(Queue):
             return replace(staged, look=self._keep_room(staged.look))
         return staged
 
-    def _append(
-        self,
-        kind: RecordKind,
-        record: Differential,
-        handed: Handed,
-        has_put: Callable[[Look], bool],
-    ) -> Handed:
-        """Stage a record behind what is staged ahead of it; nothing if there is no room.
-
-        Args:
-            kind: What it is.
-            record: The record.
-            handed: The step.
-            has_put: Puts what is pending into the queue, if there is room.
-        """
+    def _append(self, kind: RecordKind, record: Differential, handed: Handed) -> Handed:
+        """Stage a record behind what is staged ahead of it; without a checksum if there is no room."""
         log, is_step = self._log, kind is RecordKind.DIFFERENTIAL
         rebases = is_step and handed.sealed.rebases
         scalars, sections = encode_scalars(record), () if is_step else sections_of(record)
         sizes: list[int] = []
 
         def fits(look: Look) -> bool:
-            if not has_put(look):
+            if not self._has_put(look):
                 return False
             consumed = look.replica.consumed_step
             size = log.append(
@@ -218,7 +207,7 @@ class ReplicaQueue(Queue):
         return replace(
             handed,
             look=look,
-            checksum=log.checksum if sizes else 0,
+            checksum=log.checksum if sizes else None,
             staged_bytes=handed.staged_bytes + sum(sizes),
         )
 
@@ -239,11 +228,10 @@ class ReplicaQueue(Queue):
                 "the last full snapshot",
                 look,
             )
-        snapshot = replace(snapshot, look=look)
-        if images.is_in_use(look):
+        if images.is_in_use(look) and images.is_in_use(look := self.attend()):
             images.is_owed = True
             return snapshot
-        staged = self._stage_image(snapshot)
+        staged = self._stage_image(replace(snapshot, look=look))
         self._is_dropping &= staged.mark is None
         return staged
 
@@ -332,8 +320,7 @@ class ReplicaQueue(Queue):
         An image that comes only once training goes on is not waited for.
         """
         if self._trainer.degrades:
-            self._trainer.counters.unprotected_steps += look.writer.durable_step < limit
-            return look
+            return self._count_unprotected(limit, look)
 
         def is_reached(look: Look, step: int) -> bool:
             is_durable = look.writer.durable_step >= step

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowdiff.commit.agreement import Agreement, RankNews
-from lowdiff.commit.meter import Counters, Meter
+from lowdiff.commit.meter import Counters, Meter, Timed
 from lowdiff.commit.queue import Queue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
@@ -139,16 +139,14 @@ class Session:
 
     def start(self) -> None:
         """Tell the other ranks that this one is ready for its first step, as all of them are."""
-        self._tell(self.queue.look())
+        if not self.agreement.is_alone:
+            self._tell()
 
     def before_optimizer(self, index: int, arguments: Sequence[Any]) -> None:
         """Read what an optimizer is about to consume; see `OptimizerHooks`."""
-        recorder, counters = self.recorder, self._trainer.counters
+        recorder = self.recorder
         recorder.refuse_autocast(index)
-        with (
-            counters.timed(counters.training_thread_seconds),
-            without_autocast(self._live.attached.device),
-        ):
+        with self._timed(), without_autocast(self._live.attached.device):
             recorder.begin_call(index)
             self.hear()
             self.gate.enter()
@@ -158,9 +156,12 @@ class Session:
 
     def after_optimizer(self, index: int) -> None:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
-        counters = self._trainer.counters
-        with counters.timed(counters.training_thread_seconds):
+        with self._timed():
             self.recorder.end(index)
+
+    def _timed(self) -> Timed:
+        counters = self._trainer.counters
+        return counters.timed(counters.training_thread_seconds)
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
         """Wait, once, for what all ranks said after the last commit; then that step is committed.
@@ -209,16 +210,16 @@ class Session:
 
     def _commit(self) -> None:
         devices.settle(self._live.attached.device)  # a body may run on a stream of the user's
-        with self._trainer.counters.timed(self._trainer.counters.training_thread_seconds):
-            look = self.keep_staging()
+        look = self.keep_staging()
+        with self._timed():
             heard = self._agree()
             sealed = self._seal()
             look = self._staging.stage(sealed, look)
-            self._advance(sealed, heard, look)
+            self._advance(sealed, heard)
         why = self._schedule.settle(sealed, heard, look, is_preempted=self.agreement.is_preempted)
         if why is not None:
             self._staging.snapshot(sealed, look, waits=why is Why.UNREPLAYABLE)
-        self._meter.step_done(max(0, self.committed_step - self.queue.durable_step(look)))
+        self._meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 
     def _agree(self) -> tuple[RankNews, ...]:
@@ -227,7 +228,8 @@ class Session:
         self._objects.check()
         self.recorder.proofs.settle(self.step + 1)
         # Another trainer may have taken over the run while this process slept in the step.
-        if agreement.follow(self.step, heard):
+        agreement.refuse_lost_run(heard)
+        if agreement.acts_after(self.step):
             if any(news.is_preempted for news in heard) and not agreement.was_told_to_stop:
                 self.preempt()
             failing = [rank for rank, news in enumerate(heard) if news.has_storage_error]
@@ -253,7 +255,7 @@ class Session:
             self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
         return sealed
 
-    def _advance(self, sealed: Sealed, heard: Sequence[RankNews], look: Look) -> None:
+    def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
         """Take the step for staged, begin the next one, and tell the other ranks."""
         self._sealed, self.step = sealed, sealed.differential.step
         self.recorder.step.stage()
@@ -265,12 +267,14 @@ class Session:
                 self.recorder.proofs.reopen()
         else:
             self._staging.keep_up(self.step)
-            self._tell(look)
+            self._tell()
 
-    def _tell(self, look: Look) -> None:
-        """Tell the other ranks, if there are any, how this one stands after the step that it staged last."""
-        if self.agreement.is_alone:
-            return
+    def _tell(self) -> None:
+        """Tell the other ranks how this one stands after the step that it staged last.
+
+        They act on it a whole step later, so it goes by a look of its own.
+        """
+        look = self.queue.attend()
         sealed = self._sealed
         interval, batch = self._schedule.cadence.wish()
         news = RankNews(
@@ -302,7 +306,8 @@ class Session:
         Raises:
             StorageError: If it cannot be made.
         """
-        look = self.queue.attend()
+        with self._timed():
+            look = self.queue.attend()
         if self._staging.is_gone(look) and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()

@@ -1,7 +1,7 @@
 """Things that training hands each step to: its queue, what survivors need, copies on other nodes.
 
-Every sink sees the same calls in the same order. What one needs of another's result travels in the value that
-is handed from sink to sink.
+The queue comes first, and what others need of its result travels in the value that is handed from sink to sink.
+Only what is staged ahead of a step goes to the queue last: it alone waits there, or finds that staging is gone.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Handed:
     Attributes:
         sealed: The step.
         look: At storage; a newer one once a sink has waited.
-        checksum: CRC-32C of the body of the record that the queue staged; 0 where it staged none.
+        checksum: CRC-32C of the body of the record that the queue staged; None where it staged none.
         staged_bytes: Staged so far.
     """
 
     sealed: Sealed
     look: Look
-    checksum: int = 0
+    checksum: int | None = None
     staged_bytes: int = 0
 
 
@@ -81,8 +81,7 @@ class Sink:
     Large because it is all that can be handed on.
     """
 
-    @property
-    def is_gone(self) -> bool:
+    def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged what it keeps in staging memory."""
         return False
 

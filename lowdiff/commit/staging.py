@@ -71,7 +71,7 @@ class Staging:
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
-        return look.is_gone or any(sink.is_gone for sink in self._sinks[1:])
+        return any(sink.is_gone(look) for sink in self._sinks)
 
     def owes_snapshot(self, look: Look) -> bool:
         """Whether a full snapshot should be taken, for whichever sink."""
@@ -91,9 +91,8 @@ class Staging:
 
     def keep_up(self, step: int) -> None:
         """Wait for what is too far behind the step that was staged last."""
-        with self._trainer.counters.waiting():
-            for sink in self._sinks:
-                sink.keep_up(step)
+        for sink in self._sinks:
+            sink.keep_up(step)
 
     def items(self, step: int) -> Mapping[str, bytes] | None:
         """Return all items as of a step, however far the live ones have moved since; None if not kept.
@@ -159,16 +158,18 @@ class Staging:
             if not self._queue.logs_steps:
                 sections = numbered(reducer.payload().sections, number)
                 ahead = Ahead(step, number, sections, reducer)
-            for sink in self._sinks:
+            for sink in reversed(self._sinks):
                 sink.stage_ahead(ahead)
 
     def stage(self, sealed: Sealed, look: Look) -> Look:
         """Stage a step; returns the newest look at storage."""
         handed = Handed(sealed, look)
         with self._unless_gone():
-            for sink in self._sinks:
-                handed = sink.stage(handed)
-            self._trainer.counters.staged_bytes += handed.staged_bytes
+            try:
+                for sink in self._sinks:
+                    handed = sink.stage(handed)
+            finally:
+                self._trainer.counters.staged_bytes += handed.staged_bytes
         return handed.look
 
     def snapshot(

@@ -94,8 +94,12 @@ class Standby(Sink):
         self._is_failing = False
         self._set_aside()
 
+    def is_gone(self, look: Look) -> bool:
+        """See `Sink`."""
+        return self._is_gone
+
     @property
-    def is_gone(self) -> bool:
+    def _is_gone(self) -> bool:
         """Whether somebody removed what was staged."""
         folder = self._folder
         return self._items is not None and not (
@@ -106,7 +110,8 @@ class Standby(Sink):
         """See `Sink`: all items as the incarnation begins with them."""
         self._items = None
         self._note_live()
-        return self._put(base)
+        self._put(base)
+        return base
 
     def stage(self, handed: Handed) -> Handed:
         """See `Sink`: the items of the step; training goes on where they find no memory."""
@@ -117,7 +122,7 @@ class Standby(Sink):
         try:
             return self._put(handed)
         except StorageError as error:
-            if self.is_gone:
+            if self._is_gone:
                 raise
             if not self._is_failing:
                 text = f"no state could be saved after a failure now: {error}"

@@ -260,8 +260,8 @@ class Storage:
         self.replica = replica
         self.publisher = publisher
 
-    def start_dead(self) -> None:
-        """Start processes anew that died, from time to time. For one thread."""
+    def tend(self) -> None:
+        """Start processes that are needed and not there, or no longer. For one thread."""
         self.writer.tend()
         if self.replica is not None:
             self.replica.tend()

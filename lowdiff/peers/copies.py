@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowdiff.commit.agreement import RankNews
+from lowdiff.commit.meter import Counters
 from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
 from lowdiff.commit.storage import Look
 from lowdiff.compressors.collectives import leave
@@ -53,6 +54,7 @@ class Copies(Sink):
         all_items: Reads all items of this rank.
         sends_all: Whether keepers lack this rank's parameters, so that gradients and images are sent as well.
         waits: Whether a step waits for a copy that is late; else states go on without it.
+        counters: Of the training, which waits.
         outgoing: This rank's residuals; None if they are not sent.
 
     Attributes:
@@ -69,10 +71,11 @@ class Copies(Sink):
         *,
         sends_all: bool,
         waits: bool,
+        counters: Counters,
         outgoing: Outgoing | None = None,
     ) -> None:
         self.replicated_step = -1
-        self._waits = waits
+        self._waits, self._counters = waits, counters
         self._settled_step = -1
         self.wards = wards
         self._all_items = all_items
@@ -139,7 +142,7 @@ class Copies(Sink):
             sections = [*ahead, *own_copy(sections_of(sealed.differential))]
         else:
             sections = own_copy(written_sections(sealed.differential.written))
-        self._send(sealed, handed.checksum, {}, sections)
+        self._send(sealed, handed.checksum or 0, {}, sections)
         for ward in self.wards:
             payload = sealed.of_peers.get(ward.rank)
             if payload is not None:
@@ -172,8 +175,10 @@ class Copies(Sink):
 
     def keep_up(self, step: int) -> None:
         """See `Sink`: a copy of a state that does not come is given up."""
-        for ward in self.wards if self._waits else ():
-            ward.keep_up(step - _MOST_STEPS_BEHIND)
+        if self._waits:
+            with self._counters.waiting():
+                for ward in self.wards:
+                    ward.keep_up(step - _MOST_STEPS_BEHIND)
 
     def hear(self, heard: Sequence[RankNews]) -> None:
         """See `Sink`: what all ranks hold."""

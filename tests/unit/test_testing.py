@@ -127,6 +127,13 @@ def test_waiting_starts_a_dead_writer_again_and_has_an_end(tmp_path: Path) -> No
     loop.checkpointer.close()
 
 
+def test_waiting_starts_a_replica_that_no_step_has_started(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"compressor": None})
+    loop.attach()
+    assert testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] == 0)
+    loop.checkpointer.close()
+
+
 def test_what_is_not_attached_cannot_be_killed(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     with pytest.raises(UsageError):

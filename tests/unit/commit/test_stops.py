@@ -15,14 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.errors import RunInUse
+from lowdiff.compressors import TopK
+from lowdiff.errors import RunInUse, WriterFailed
 from lowdiff.persistence.files.lease import Lease
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.writer.handle import WriterProcess
+from tests.crash.pool import Pool
 from tests.crash.test_staging_removed import remove_tree
-from tests.unit.loops import Loop, wait_until_lost
+from tests.unit.loops import Loop, small_model, wait_until_lost
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "log": {},
@@ -171,3 +175,42 @@ def test_a_run_that_another_machine_took_ends_this_training_at_that_commit_or_th
     assert state.step <= AT
     found = state.model_state_dict().values()
     assert all(map(torch.equal, found, expected[strategy][state.step]))
+
+
+def with_trouble(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> int:
+    """A pool's job: a writer is in trouble while commit 3 is sealed; in which commit that is raised."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", staging=f"{folder}/staging", on_error="raise", **settings
+    )
+    checkpointer.attach(model, optimizer)
+    real = WriterProcess.read_status
+    with pytest.MonkeyPatch.context() as patch:
+
+        def begins() -> None:
+            if rank == 0:
+                patch.setattr(
+                    WriterProcess, "read_status", lambda writer: real(writer).with_errors("no disk")
+                )
+
+        for number in range(1, 9):
+            optimizer.zero_grad()
+            model(torch.randn(4, 20)).square().mean().backward()
+            optimizer.step()
+            with at("Session._seal" if number == 3 else "", begins):
+                try:
+                    checkpointer.commit()
+                except WriterFailed:
+                    break
+    testing.kill(checkpointer)
+    return number
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("settings", [{"compressor": TopK(0.1)}, {}], ids=["log", "replica"])
+def test_trouble_is_raised_on_all_ranks_at_the_commit_after_it(
+    tmp_path: Path, pool: Pool, settings: dict[str, Any]
+) -> None:
+    assert pool.run(with_trouble, 2, str(tmp_path), settings) == [4, 4]
