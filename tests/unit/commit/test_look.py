@@ -41,7 +41,7 @@ class Processes:
 
 
 def sealed(step: int) -> Sealed:
-    data = np.random.default_rng(step).integers(0, 2**32, 50, dtype=np.uint32)
+    data = np.random.default_rng(step).integers(0, 2**32, 500, dtype=np.uint32)
     payload = Payload((Section("values/float32", "planes", data),))
     record = Differential(step, 0, 0, 1, (), (), (), payload, residual=None)
     return Sealed(record, frozenset(), ())
@@ -57,7 +57,7 @@ def test_steps_are_dropped_only_if_they_are_not_durable_by_then(
         tmp_path / "run", TopK(0.1), snapshot_every=1000, batch_size=1, backpressure="degrade"
     )
     trainer = Trainer(of_writer.staging, settings, 0, 1)
-    queue = LogQueue(log_of(of_writer, 1 << 14), trainer, cast(Storage, processes))
+    queue = LogQueue(log_of(of_writer, 1 << 13), trainer, cast(Storage, processes))
     for step in range(1, STEPS):
         before = queue.look()
         if is_durable:  # while the step is sealed
