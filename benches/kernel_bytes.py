@@ -45,8 +45,7 @@ def main() -> None:
 
     from lowdiff.compressors.flat import matrix_operators, operators
     from lowdiff.compressors.flat.matrices import Matrix, matrices_of
-    from lowdiff.compressors.flat.selection import Entries, Operands
-    from lowdiff.compressors.flat.table import Segment, table_of
+    from lowdiff.compressors.flat.selection import Entries, Operands, Segment, table_of
 
     found: Counter[str] = Counter()
     running = [""]

@@ -7,6 +7,7 @@ initial ones after a restart; a sum that depends on the buckets would make a res
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from lowdiff.errors import RankLost, UsageError
 
 #: Words of a header: rank, stamp, elements of the bucket, entries sent of the bucket.
 HEADER_WORDS = 4
-_HEADER_BYTES = 8 * HEADER_WORDS
+HEADER_BYTES = 8 * HEADER_WORDS
 _STEP_BITS = 40
 #: What has 31 bits for positions.
 _BUCKET = "a bucket of gradients (DistributedDataParallel's bucket_cap_mb)"
@@ -103,18 +104,18 @@ class Wire:
     @classmethod
     def empty(cls, count: int, dtype: torch.dtype, device: torch.device) -> Wire:
         """Make one for so many entries, to be filled."""
-        size = _HEADER_BYTES + _index_bytes(count) + count * dtype.itemsize
+        size = HEADER_BYTES + _index_bytes(count) + count * dtype.itemsize
         size += -size % 8  # keeps every rank's part aligned inside the gathered tensor
         return cls.view(torch.empty(size, dtype=torch.uint8, device=device), dtype, count)
 
     @classmethod
     def view(cls, data: torch.Tensor, dtype: torch.dtype, count: int) -> Wire:
         """Look at what a rank sent."""
-        start = _HEADER_BYTES + _index_bytes(count)
+        start = HEADER_BYTES + _index_bytes(count)
         return cls(
             data,
-            data[:_HEADER_BYTES].view(torch.int64),
-            data[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32),
+            data[:HEADER_BYTES].view(torch.int64),
+            data[HEADER_BYTES : HEADER_BYTES + 4 * count].view(torch.int32),
             data[start : start + count * dtype.itemsize].view(dtype),
         )
 
@@ -179,6 +180,7 @@ def gather(
     headers: Headers | None = None,
     seen: list[torch.Tensor] | None = None,
     is_clear: bool = False,
+    view: Callable[[torch.Tensor], Wire] | None = None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Do what `exchange` does with entries that several ranks send.
 
@@ -190,6 +192,7 @@ def gather(
         headers: Likewise.
         seen: Likewise.
         is_clear: Whether ``buffer`` is all zeros already.
+        view: Looks at what a rank sent, where that is no plain `Wire`.
     """
     refuse_large(_BUCKET, buffer.numel())
     headers = Headers() if headers is None else headers
@@ -208,10 +211,10 @@ def gather(
             raise RankLost(error) from error
         if not is_clear:
             buffer.zero_()
-        heads = gathered.view(world_size, size)[:, :_HEADER_BYTES]
+        heads = gathered.view(world_size, size)[:, :HEADER_BYTES]
         headers.check(heads, [[rank, *head[1:]] for rank in range(world_size)])
         for share in shares:
-            sent = Wire.view(share, buffer.dtype, count)
+            sent = Wire.view(share, buffer.dtype, count) if view is None else view(share)
             buffer.index_add_(0, sent.positions, sent.values)
             if seen is not None:
                 seen.append(sent.positions)

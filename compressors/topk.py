@@ -107,8 +107,6 @@ class TopK(SparseSettings):
         peers: Sequence[int] = (),
     ) -> Reducer:
         """Make the reducer of one run."""
-        if self.value_bits is not None:
-            return BinnedTopKReducer(self, layout, residual, group, peers)
         dtypes = {torch_dtype(dtype) for dtype in layout.dtypes}
         if devices.takes_whole_buckets(residual.device) and dtypes <= DTYPES:
             from lowdiff.compressors.flat.topk import FlatTopKReducer  # it imports this module
@@ -118,14 +116,18 @@ class TopK(SparseSettings):
             return FlatTopKReducer(
                 self, layout, residual, group, peers, selection=selection, reading=reading
             )
+        if self.value_bits is not None:
+            return BinnedTopKReducer(self, layout, residual, group, peers)
         return TopKReducer(self, layout, residual, group, peers)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap.
 
-        With ``value_bits``, it adds what the ranks sent.
+        With ``value_bits``, it adds what the ranks sent, but of steps that were made on an accelerator: there ranks
+        store the values that were consumed, of which few differ.
         """
-        if self.value_bits is not None:
+        is_indexed = any(payload.section(name) for payload in payloads for name in _indices(layout))
+        if self.value_bits is not None and not is_indexed:
             positions = [stored_positions(payload, layout) for payload in payloads]
             return binned_decoder(payloads, layout, self.value_bits, positions)
         return IndexedDecoder(payloads, layout, self.narrow)
@@ -135,6 +137,11 @@ class TopK(SparseSettings):
         """Return the dtype that averages are rounded to; None does not round."""
         assert not isinstance(self.value_dtype, str)
         return self.value_dtype
+
+
+def _indices(layout: Layout) -> list[str]:
+    """Names of sections of payloads that hold consumed values."""
+    return [f"indices/{dtype}" for dtype in layout.dtypes]
 
 
 class TopKReducer(SparseReducer):

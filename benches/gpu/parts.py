@@ -40,8 +40,14 @@ from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.compressors.flat import reading_on, selection_on
-from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
-from lowdiff.compressors.flat.table import Segment, table_of
+from lowdiff.compressors.flat.selection import (
+    Entries,
+    Operands,
+    Segment,
+    Selection,
+    TorchSelection,
+    table_of,
+)
 from lowdiff.compressors.sparse import MagnitudeSelector
 from lowdiff.core import devices
 from lowdiff.core.layout import layout_of

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.flat.selection import Entries, Operands, Selection, TorchSelection
+from lowdiff.compressors.flat.selection import (
+    Entries,
+    Operands,
+    Segment,
+    Selection,
+    TorchSelection,
+    table_of,
+)
 from lowdiff.compressors.flat.sent import Places, Reading, SentBucket, TorchReading
-from lowdiff.compressors.flat.table import Segment, table_of
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from lowdiff.compressors.flat import kernels
-from lowdiff.compressors.flat.selection import Entries, Operands
-from lowdiff.compressors.flat.table import Table
+from lowdiff.compressors.flat.selection import Entries, Operands, Table
 from lowdiff.core import devices
 
 #: Bits of the three digits of a pattern; a parameter's counts have room for each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,16 @@ import torch.distributed as dist
 from lowdiff.compressors.changes import ChangeWarning, Known
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import Headers, Wire, assigned, gather, step_of
-from lowdiff.compressors.flat.selection import Entries, Operands, Selection
+from lowdiff.compressors.flat.bins import Binned, Bins, Owed
+from lowdiff.compressors.flat.selection import (
+    Entries,
+    Operands,
+    Segment,
+    Selection,
+    Table,
+    table_of,
+)
 from lowdiff.compressors.flat.sent import Place, Places, Reading, SentBucket, Taken
-from lowdiff.compressors.flat.table import Segment, Table, table_of
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.sections import missed_section
 from lowdiff.compressors.topk import TopK
@@ -34,6 +42,7 @@ class _BucketSelection:
         #: Divides entries before the sum, as DDP itself averages. A tensor, because a device multiplies by the
         #: reciprocal of a number of the host's.
         self._size = torch.full((), float(world_size), dtype=torch.float32, device=store.device)
+        self._one = torch.ones((), dtype=torch.float32, device=store.device)
         self._tables: dict[tuple[object, ...], Table] = {}
         #: Per parameter: dtype of its residual, and where that begins in a slot, in elements.
         self._owed = [
@@ -45,27 +54,54 @@ class _BucketSelection:
             )
         ]
 
-    def take(self, buffer: torch.Tensor, places: Places, entries: Entries) -> None:
+    def take(
+        self, buffer: torch.Tensor, places: Places, entries: Entries, bins: Bins | None
+    ) -> Binned | None:
         """Select from a bucket, once for each state that its parameters are in.
 
         Args:
             buffer: The bucket; its gradients are zeros then.
             places: Which entries are whose.
-            entries: Filled.
+            entries: Filled; divided by the number of ranks.
+            bins: Into which values are cut; None where they are sent as they are.
+
+        Returns:
+            What is sent instead of the values, where these are cut into bins.
         """
+        size = self._size if bins is None else self._one
         pairs = list(self._store.whole_pairs([part.parameter for part in places.partial]))
         if not pairs:  # nothing of it leaves a residual
             nothing = buffer.new_empty(0).view(torch.uint8)
             pairs = [WholePair((), nothing, nothing)]
         if len(pairs) == 1:
-            self._select(buffer, pairs[0], places.parts, entries)
+            self._select(buffer, pairs[0], places.parts, entries, size)
         else:
-            self._select_by_state(buffer, pairs, places, entries)
+            self._select_by_state(buffer, pairs, places, entries, size)
+        binned = None
+        if bins is not None:
+            owed = [self._owed_in(pair, places) for pair in pairs if pair.parameters]
+            scale = self._store.loss_scale.on(buffer.device)
+            binned = bins.round(entries, owed, scale, self._size)
         for part in places.partial:
             self._store.written(part.parameter)
+        return binned
+
+    def _owed_in(self, pair: WholePair, places: Places) -> Owed:
+        """Return where the new residuals of a bucket's parameters lie that are in one state."""
+        members = {*pair.parameters}
+        parts = [part for part in places.partial if part.parameter in members]
+        dtype = self._owed[parts[0].parameter][0]
+        return Owed(
+            pair.target.view(dtype), parts, [self._owed[part.parameter][1] for part in parts]
+        )
 
     def _select_by_state(
-        self, buffer: torch.Tensor, pairs: Sequence[WholePair], places: Places, entries: Entries
+        self,
+        buffer: torch.Tensor,
+        pairs: Sequence[WholePair],
+        places: Places,
+        entries: Entries,
+        size: torch.Tensor,
     ) -> None:
         of_parameter: dict[int, tuple[torch.Tensor, ...]] = {}
         for number, pair in enumerate(pairs):
@@ -77,7 +113,7 @@ class _BucketSelection:
             ]
             counts = [part.count for part in parts]
             found = Entries.empty(sum(counts), buffer.dtype, buffer.device)
-            self._select(buffer, pair, parts, found)
+            self._select(buffer, pair, parts, found, size)
             split = (tensor.split(counts) for tensor in (found.positions, found.values))
             numbers = [part.parameter for part in parts]
             of_parameter |= dict(zip(numbers, zip(*split, strict=True), strict=True))
@@ -85,7 +121,12 @@ class _BucketSelection:
             torch.cat([of_parameter[part.parameter][place] for part in places.parts], out=target)
 
     def _select(
-        self, buffer: torch.Tensor, pair: WholePair, parts: Sequence[Place], entries: Entries
+        self,
+        buffer: torch.Tensor,
+        pair: WholePair,
+        parts: Sequence[Place],
+        entries: Entries,
+        size: torch.Tensor,
     ) -> None:
         """Select from the parameters of a bucket that are in one state."""
         dtype, first, last = self._range_of([p for p in parts if not p.is_whole], buffer.dtype)
@@ -102,7 +143,7 @@ class _BucketSelection:
             table = self._tables[key] = table_of(segments, self._selection.block, buffer.device)
         source, target = (slot.view(dtype)[first:last] for slot in (pair.source, pair.target))
         scale = self._store.loss_scale.on(buffer.device)
-        self._selection(Operands(buffer, source, target, scale, self._size), table, entries)
+        self._selection(Operands(buffer, source, target, scale, size), table, entries)
 
     def _range_of(
         self, parts: Sequence[Place], default: torch.dtype
@@ -170,7 +211,12 @@ class FlatTopKReducer:
         if not places.parts or (not places.partial and is_alone and narrow is None):
             return completed(buffer)  # the optimizer may consume what backward left
         wire = Wire.empty(places.count, buffer.dtype, buffer.device)
-        self._selection.take(buffer, places, Entries(wire.positions, wire.values))
+        entries, bins = Entries(wire.positions, wire.values), None
+        if self._compressor.value_bits is not None and places.partial:
+            bins = Bins(self._compressor.value_bits, places)
+        binned = self._selection.take(buffer, places, entries, bins)
+        if bins is not None and binned is not None:
+            wire = bins.wire(entries, binned)
         sent = SentBucket(places, [])
         self._taken.add(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
@@ -187,6 +233,7 @@ class FlatTopKReducer:
                 headers=self._headers,
                 seen=sent.seen,
                 is_clear=is_clear,
+                view=None if bins is None else partial(bins.view, dtype=buffer.dtype),
             )
         if narrow is None or narrow == buffer.dtype:
             return done

@@ -34,6 +34,7 @@ FAMILY: dict[str, Compressor] = {
     "topk by buckets": TopK(0.05, dense_below=64),
     "topk by buckets warming up": TopK(0.01, dense_below=64, warmup=3),
     "topk by buckets bfloat16": TopK(0.05, dense_below=64, value_dtype=torch.bfloat16),
+    "topk by buckets of 2 bits": TopK(0.05, dense_below=64, value_bits=2),
     "cyclic": CyclicTopK(0.05, dense_below=64),
     "cyclic of 2 bits": CyclicTopK(0.05, dense_below=64, value_bits=2),
     "randomk": RandomK(0.05, dense_below=64, seed=7),

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
-from lowdiff.compressors.flat.selection import Selection, TorchSelection
+from lowdiff.compressors.flat.selection import Selection, TorchSelection, table_of
 from lowdiff.compressors.flat.sent import Reading, TorchReading
-from lowdiff.compressors.flat.table import table_of
 from lowdiff.compressors.flat.topk import FlatTopKReducer
 from lowdiff.core.layout import INT_OF_BYTES, layout_of, torch_dtype
 from lowdiff.types import Layout, Section
@@ -130,6 +129,7 @@ def cases(draw: st.DrawFn) -> Case:
         dense_below=draw(st.sampled_from([0, 64])),
         warmup=draw(st.sampled_from([0, 3])),
         value_dtype=narrow,
+        value_bits=draw(st.sampled_from([None, None, 2, 4])) if narrow is None else None,
     )
     one_pass = st.tuples(
         st.sampled_from([k for k in KINDS if dtype != torch.float16 or k != "all nan"]),
@@ -200,8 +200,9 @@ def history(case: Case, ways: Ways | None) -> list[Any]:
         if then == "commit":
             payload = reducer.payload()
             found += [exact(own) for own in decoded(compressor, [payload], layout, 100)]
-            # Of a parameter with an entry that is not finite more may be stored, to the same end.
-            if all(g is None or bool(g.isfinite().all()) for g in consumed):
+            # Of a parameter with an entry that is not finite more may be stored, to the same end. Values in few bits
+            # are stored otherwise.
+            if compressor.value_bits is None and all(g is None or bool(g.isfinite().all()) for g in consumed):
                 found += [stored(s, compressor) for s in payload.sections if s.data.size]
             residual.advance()
             found += [exact(owed) for owed in residual.current().values()]
@@ -229,7 +230,8 @@ def test_a_bucket_gives_the_bits_of_its_parameters(make: Any, case: Case) -> Non
 def test_every_kind_of_numbers_gives_the_bits_of_its_parameters(make: Any, kind: str) -> None:
     passes = ((kind, 3, 1.0, "commit"), ("normal", 4, 1.0, "nothing"), (kind, 5, 3.7, "commit"))
     for dtype in (torch.float32, torch.bfloat16):
-        check(Case((300, 0, 64, 1, 700), dtype, TopK(0.02, dense_below=2), passes), make())
+        for compressor in (TopK(0.02, dense_below=2), TopK(0.1, dense_below=2, value_bits=2)):
+            check(Case((300, 0, 64, 1, 700), dtype, compressor, passes), make())
 
 
 def test_an_exception_between_two_kernels_leaves_nothing_behind(
