@@ -84,6 +84,7 @@ ARMS = {
     "fused_scaled_": Arm(_TOP_K, scales=True, fused=True),
     "rounded_": Arm({"compressor": TopK(0.01, value_dtype=torch.bfloat16)}, clips=True),
     "accumulated_": Arm(_TOP_K, passes=2),
+    "binned_": Arm({"compressor": TopK(0.01, value_bits=2)}),
 }
 
 
@@ -268,7 +269,7 @@ def train_step(
         checkpointer.commit()
 
 
-def hook_of_eight(config: GPTConfig) -> Tally:
+def hook_of_eight(config: GPTConfig, value_bits: int | None = None) -> Tally:
     """Count top-k's hook in one of eight ranks, whose collectives are torch's fakes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -277,7 +278,7 @@ def hook_of_eight(config: GPTConfig) -> Tally:
     try:
         with counted:
             ddp = Shell(on_device(config))
-            hooked = Hooked(ddp, TopK(0.01))
+            hooked = Hooked(ddp, TopK(0.01, value_bits=value_bits))
             for _ in range(2):
                 counted.reset()
                 ddp.reduce(hooked.state, counted)

@@ -89,6 +89,8 @@ class Headers:
 class Wire:
     """One rank's entries of a bucket as they are sent: ``[header int64 x 4 | positions, padded to 8 | values]``.
 
+    Values in few bits are sent otherwise; see `lowdiff.compressors.flat.bins`.
+
     Attributes:
         data: uint8; as many on all ranks.
         head: int64 ``[HEADER_WORDS]``.

@@ -60,8 +60,8 @@ class TopK(SparseSettings):
         warmup: Steps during which the density falls exponentially from 0.25 to ``density``.
         value_bits: 2 or 4 sends and stores a value as its sign and one of 2 or 8 magnitude bins,
             and error feedback keeps the difference. Then a rank sends 4 bytes and so many bits an
-            entry, stores both before coding, and holds what all ranks sent until the next step.
-            None keeps the dtype.
+            entry. On a CPU it stores both before coding, and holds what all ranks sent until the next
+            step; on an accelerator it stores what the optimizer consumed. None keeps the dtype.
 
     Raises:
         ConfigError: If a setting is out of range, or values are both rounded and binned.
@@ -123,11 +123,12 @@ class TopK(SparseSettings):
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap.
 
-        With ``value_bits``, it adds what the ranks sent, but of steps that were made on an accelerator: there ranks
-        store the values that were consumed, of which few differ.
+        With ``value_bits``, it adds what the ranks sent where they stored that; on accelerators they store the values
+        that were consumed.
         """
-        is_indexed = any(payload.section(name) for payload in payloads for name in _indices(layout))
-        if self.value_bits is not None and not is_indexed:
+        sections = (section for payload in payloads for section in payload.sections)
+        has_codes = any(section.name == "binned/codes" for section in sections)
+        if self.value_bits is not None and has_codes:
             positions = [stored_positions(payload, layout) for payload in payloads]
             return binned_decoder(payloads, layout, self.value_bits, positions)
         return IndexedDecoder(payloads, layout, self.narrow)
@@ -137,11 +138,6 @@ class TopK(SparseSettings):
         """Return the dtype that averages are rounded to; None does not round."""
         assert not isinstance(self.value_dtype, str)
         return self.value_dtype
-
-
-def _indices(layout: Layout) -> list[str]:
-    """Names of sections of payloads that hold consumed values."""
-    return [f"indices/{dtype}" for dtype in layout.dtypes]
 
 
 class TopKReducer(SparseReducer):

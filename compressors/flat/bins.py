@@ -1,4 +1,4 @@
-"""Values in few bits over whole buckets: what `lowdiff.compressors.binned` does to one parameter, in as many operations for all.
+"""Values in few bits over whole buckets: what `lowdiff.compressors.binned` does to one parameter, for all in a fixed number of operations.
 
 Each parameter of a bucket has bins of its own. Parameters that are sent whole keep their values.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -38,29 +39,36 @@ class Binned:
 
     Attributes:
         codes: uint8 ``[entries]``; see `lowdiff.compressors.binned.binned`. Of parameters sent whole they say nothing.
-        means: ``[parameters, bins]``, dtype of the bucket: mean magnitudes, divided by the number of ranks.
+        means: ``[parameters * bins]``, dtype of the bucket: mean magnitudes, divided by the number of ranks.
+        whole: Values of parameters sent whole, one after the other; dtype of the bucket, divided by the number of ranks.
     """
 
     codes: torch.Tensor
     means: torch.Tensor
+    whole: torch.Tensor
 
 
 class Bins:
     """How the entries of one bucket are cut into bins, and sent.
 
+    Exchanges read its tensors on other streams, so it has to live until they are over.
+
     Args:
         value_bits: Of a code.
         places: Which entries are whose.
+        dtype: Of the bucket.
     """
 
-    def __init__(self, value_bits: int, places: Places) -> None:
-        self._bits = value_bits
-        self._parts, self._count = places.parts, places.count
+    def __init__(self, value_bits: int, places: Places, dtype: torch.dtype) -> None:
+        device, parts = places.device, places.parts
+        self._bits, self._dtype, self._parts = value_bits, dtype, parts
+        self._count = places.count
+        self._counts = _uploaded([part.count for part in parts], device)
         #: Of each entry: which parameter of the bucket it is of.
-        self._part = _repeated([part.count for part in places.parts], places.device)
-        #: Where the entries of parameters lie that are sent whole, and how many these are.
-        self._whole = [slice(p.first, p.first + p.count) for p in places.parts if p.is_whole]
-        self._num_whole = sum(place.stop - place.start for place in self._whole)
+        self._part = _repeated(self._counts, self._count)
+        whole = [part for part in parts if part.is_whole]
+        #: Which entries are of parameters sent whole.
+        self._whole = _ranges([(part.first, part.count) for part in whole], device)
 
     def round(
         self, entries: Entries, owed: Sequence[Owed], scale: torch.Tensor, size: torch.Tensor
@@ -68,123 +76,133 @@ class Bins:
         """Cut what was selected into bins, and keep in the residual what that takes away.
 
         Args:
-            entries: What was selected, not yet divided by the number of ranks. Values of parameters sent whole are then.
+            entries: What was selected, in the residual's dtype, not divided by the number of ranks.
             owed: The residuals, of which what was selected is taken away already.
             scale: float32 ``[]``: by what gradients are multiplied, and residuals are not.
             size: float32 ``[]``: number of ranks.
         """
-        values, part = entries.values, self._part
-        of_part = torch.zeros(len(self._parts), dtype=torch.int32, device=values.device)
+        exact, part = entries.values, self._part
+        codes, means = self._cut(exact)
+        restored = _signed(means, self._bits).index_select(0, self._numbers(codes))
         # Of a parameter that nobody used zeros are sent, and all of it is owed.
-        is_used = of_part.scatter_reduce(0, part, (values != 0).int(), "amax") != 0
-        dtype = owed[0].slot.dtype if owed else values.dtype
-        exact, left = values.to(dtype), []
+        is_used = self._of_parts((exact != 0).double(), "max") != 0
         for own in owed:
-            rows, places = _rows(own, entries.positions)
-            known = own.slot.index_select(0, places)
-            # A value of half the residual's width was rounded when it was selected.
-            total = exact[rows].float() + known.float() * scale
-            used = is_used[part[rows]]
-            exact.index_copy_(0, rows, torch.where(used, total.to(dtype), exact[rows]))
-            left.append((own.slot, rows, places, known, used))
-        binned, restored = self._cut(exact, values.dtype, size)
-        for slot, rows, places, known, used in left:
-            rest = exact[rows] - restored[rows].to(dtype)
-            rest = (rest.float() / scale).to(dtype).nan_to_num_(0.0, 0.0, 0.0)
-            slot.index_copy_(0, places, torch.where(used, rest, known))
-        for whole in self._whole:
-            values[whole].copy_(values[whole].float() / size)
-        return binned
+            counts = [(own_part.first, own_part.count) for own_part in own.parts]
+            rows = _ranges(counts, exact.device)
+            moves = _uploaded(
+                [start - p.start for p, start in zip(own.parts, own.starts, strict=True)],
+                exact.device,
+            )
+            lengths = _uploaded([count for _, count in counts], exact.device)
+            places = entries.positions.index_select(0, rows).long()
+            places += moves.index_select(0, _repeated(lengths, rows.numel()))
+            rest = exact.index_select(0, rows) - restored.index_select(0, rows).to(exact.dtype)
+            rest = (rest.float() / scale).to(exact.dtype).nan_to_num_(0.0, 0.0, 0.0)
+            used = is_used.index_select(0, part.index_select(0, rows))
+            own.slot.index_copy_(0, places, torch.where(used, rest, own.slot[places]))
+        whole = exact.index_select(0, self._whole)
+        return Binned(codes, self._divided(means, size), self._divided(whole, size))
 
-    def _cut(
-        self, exact: torch.Tensor, dtype: torch.dtype, size: torch.Tensor
-    ) -> tuple[Binned, torch.Tensor]:
-        """Return codes and means, and the values that they stand for before the division; see `binned`."""
-        integer, count, part = INT_OF_BYTES[exact.element_size()], num_bins(self._bits), self._part
+    def _cut(self, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes of all entries, and means of all bins before the division; see `binned`."""
+        integer, count = INT_OF_BYTES[exact.element_size()], num_bins(self._bits)
         patterns = exact.view(integer)
-        most = torch.iinfo(integer).max
-        keys = (patterns & most).long()
-        bounds = torch.full((len(self._parts),), most, dtype=torch.int64, device=exact.device)
-        least = bounds.scatter_reduce(0, part, keys, "amin")
-        largest = torch.zeros_like(bounds).scatter_reduce(0, part, keys, "amax")
-        width = torch.div(largest - least, count, rounding_mode="floor") + 1
-        bins = torch.div(keys - least[part], width[part], rounding_mode="floor")
-        # In order, because a device adds up in an order of its own where several threads write to one place.
-        group = part * count + bins
-        order = torch.argsort(group, stable=True)
-        sizes = torch.zeros(len(self._parts) * count, dtype=torch.int64, device=exact.device)
-        sizes.scatter_add_(0, group, torch.ones_like(group))
-        magnitudes = exact.abs().double().index_select(0, order)
-        sums = torch.segment_reduce(magnitudes, "sum", lengths=sizes, unsafe=True, initial=0.0)
-        means = (sums / sizes.clamp(min=1)).to(dtype)
-        negative = (patterns < 0).long()
-        codes = (bins + negative * count).to(torch.uint8)
-        signed = means.view(-1, 1, count) * means.new_tensor([1.0, -1.0]).view(1, 2, 1)
-        restored = signed.flatten().index_select(0, part * 2 * count + codes.long())
-        divided = (means.float() / size).to(dtype).view(-1, count)
-        return Binned(codes, divided), restored
+        keys = (patterns & torch.iinfo(integer).max).long()
+        bounds = keys.double()
+        least = self._of_parts(bounds, "min").long()
+        width = torch.div(
+            self._of_parts(bounds, "max").long() - least, count, rounding_mode="floor"
+        )
+        width += 1
+        keys -= least.index_select(0, self._part)
+        bins = torch.div(keys, width.index_select(0, self._part), rounding_mode="floor")
+        # In order, because a device adds up in any order where several threads write to one place.
+        group, order = torch.sort((self._part * count + bins).int(), stable=True)
+        ends = torch.arange(len(self._parts) * count + 1, dtype=torch.int32, device=exact.device)
+        sizes = torch.searchsorted(group, ends).diff()
+        sums = torch.segment_reduce(
+            exact.abs().double().index_select(0, order),
+            "sum",
+            lengths=sizes,
+            unsafe=True,
+            initial=0.0,
+        )
+        means = (sums / sizes.clamp(min=1)).to(self._dtype)
+        return (bins + (patterns < 0) * count).to(torch.uint8), means
 
-    def wire(self, entries: Entries, binned: Binned) -> Wire:
-        """Return what is sent: ``[header | positions | values of whole parameters | means | codes]``, each padded to 8 bytes."""
-        dtype = entries.values.dtype
-        whole = [entries.values[place] for place in self._whole]
-        parts = [
-            torch.empty(HEADER_BYTES, dtype=torch.uint8, device=entries.positions.device),
-            entries.positions,
-            torch.cat(whole) if whole else entries.values[:0],
-            binned.means.flatten(),
-            packed(binned.codes, self._bits),
-        ]
-        flat = [_padded(part.view(torch.uint8)) for part in parts]
-        return self.view(torch.cat(flat), dtype)
+    def _of_parts(self, values: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the least or largest of each parameter's entries."""
+        return torch.segment_reduce(values, reduction, lengths=self._counts, unsafe=True)
 
-    def view(self, data: torch.Tensor, dtype: torch.dtype) -> Wire:
-        """Look at what a rank sent; values are those that its codes stand for."""
-        width, count = dtype.itemsize, num_bins(self._bits)
+    def _numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return which of all bins' signed means codes stand for."""
+        return self._part * (1 << self._bits) + codes
+
+    def _divided(self, values: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        return (values.to(self._dtype).float() / size).to(self._dtype)
+
+    def values(self, binned: Binned) -> torch.Tensor:
+        """Return the values that are added up, ``[entries]``; none of a bin is -0.0."""
+        signed = _signed(binned.means, self._bits).add_(0.0)
+        found = signed.index_select(0, self._numbers(binned.codes))
+        return found.index_copy_(0, self._whole, binned.whole) if binned.whole.numel() else found
+
+    def wire(self, positions: torch.Tensor, binned: Binned) -> Wire:
+        """Return what is sent: ``[header | positions | whole values | means | codes]``, each padded to 8 bytes.
+
+        Its values are in none of its bytes, and left out; `view` has those of what a rank has sent.
+        """
+        head = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=positions.device)
+        parts = [head, positions, binned.whole, binned.means, packed(binned.codes, self._bits)]
+        data = torch.cat([_padded(part.view(torch.uint8)) for part in parts])
+        return Wire(data, data[:HEADER_BYTES].view(torch.int64), positions, binned.whole[:0])
+
+    def view(self, data: torch.Tensor) -> Wire:
+        """Look at what a rank sent."""
+        width, num_means = self._dtype.itemsize, len(self._parts) * num_bins(self._bits)
         sizes = [
             HEADER_BYTES,
             4 * self._count,
-            self._num_whole * width,
-            len(self._parts) * count * width,
+            self._whole.numel() * width,
+            num_means * width,
             -(-self._count * self._bits // 8),
         ]
-        taken = iter(data[: sum(map(_up, sizes))].split([*map(_up, sizes)]))
-        head, positions, whole, means, codes = (next(taken)[:size] for size in sizes)
-        signed = means.view(dtype).view(-1, 1, count)
-        signed = (signed * signed.new_tensor([1.0, -1.0]).view(1, 2, 1)).flatten()
-        numbers = unpacked(codes, self._bits, self._count).long()
-        values = signed.index_select(0, self._part * 2 * count + numbers)
-        kept = whole.view(dtype).split([place.stop - place.start for place in self._whole])
-        for place, own in zip(self._whole, kept, strict=True):
-            values[place].copy_(own)
-        return Wire(data, head.view(torch.int64), positions.view(torch.int32), values)
+        begun = [0, *accumulate(size + -size % 8 for size in sizes)]
+        parts = (data[start : start + size] for start, size in zip(begun, sizes, strict=False))
+        head, positions, whole, means, codes = parts
+        binned = Binned(
+            unpacked(codes, self._bits, self._count),
+            means.view(self._dtype),
+            whole.view(self._dtype),
+        )
+        return Wire(data, head.view(torch.int64), positions.view(torch.int32), self.values(binned))
 
 
-def _rows(owed: Owed, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which entries are of some parameters, and the places of their elements in the slot."""
-    device, counts = positions.device, [part.count for part in owed.parts]
-    part = _repeated(counts, device)
-    begun = [0]
-    for count in counts[:-1]:
-        begun.append(begun[-1] + count)
-    moves = zip(owed.parts, owed.starts, begun, strict=True)
-    table = torch.tensor(
-        [(own.first - first, start - own.start) for own, start, first in moves], device="cpu"
-    ).to(device, non_blocking=True)
-    to_row, to_place = table[part].unbind(1)
-    rows = torch.arange(sum(counts), device=device) + to_row
-    return rows, positions.index_select(0, rows).long() + to_place
+def _signed(means: torch.Tensor, value_bits: int) -> torch.Tensor:
+    """Return what each parameter's codes stand for, by code."""
+    rows = means.view(-1, num_bins(value_bits))
+    return torch.cat([rows, -rows], 1).flatten()
 
 
-def _repeated(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+def _ranges(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Return all numbers of some ranges, each given by its first number and their count: int64."""
+    counts = [count for _, count in ranges]
+    begun = [0, *accumulate(counts)]
+    moves = _uploaded(
+        [first - start for (first, _), start in zip(ranges, begun, strict=False)], device
+    )
+    which = _repeated(_uploaded(counts, device), begun[-1])
+    return torch.arange(begun[-1], device=device) + moves.index_select(0, which)
+
+
+def _repeated(counts: torch.Tensor, total: int) -> torch.Tensor:
     """Return the number of each of some groups, as often as it has elements: int64."""
-    sizes = torch.tensor(counts, device="cpu").to(device, non_blocking=True)
-    numbers = torch.arange(len(counts), device=device)
-    return torch.repeat_interleave(numbers, sizes, output_size=sum(counts))
+    numbers = torch.arange(counts.numel(), device=counts.device)
+    return torch.repeat_interleave(numbers, counts, output_size=total)
 
 
-def _up(size: int) -> int:
-    return size + -size % 8
+def _uploaded(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _padded(data: torch.Tensor) -> torch.Tensor:

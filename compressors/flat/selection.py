@@ -106,7 +106,7 @@ class Entries:
 
     Attributes:
         positions: int32 ``[entries]``, in the bucket.
-        values: ``[entries]``, dtype of the bucket.
+        values: ``[entries]``, dtype of the bucket, or of the residual.
     """
 
     positions: torch.Tensor
@@ -198,7 +198,7 @@ class TorchSelection:
         )
         rank = torch.arange(table.num_entries, device=device) - outs[of_entry]
         chosen = order[begun[of_entry] + rank].sort().values
-        values = total[chosen].to(bucket.dtype)
+        values = total[chosen].to(entries.values.dtype)
         is_sent = (is_used | (kept == lengths))[of_entry]
         values = torch.where(is_sent, values, torch.zeros_like(values))
         total.index_copy_(0, chosen, total[chosen] - values.to(total.dtype))

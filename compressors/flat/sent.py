@@ -103,12 +103,14 @@ class SentBucket:
         seen: By rank: int32 ``[entries]``, positions in the bucket; filled once they have arrived.
         narrow: By rank of those whose payloads are made: what its entries were rounded to; none where nothing is rounded.
         values: ``[ranks, entries]``: what the optimizers consumed at these positions, once one has.
+        bins: Into which values were cut; kept, because the exchange reads it on another stream.
     """
 
     places: Places
     seen: list[torch.Tensor]
     narrow: dict[int, torch.Tensor] = field(default_factory=dict)
     values: torch.Tensor | None = None
+    bins: object = None
 
     @property
     def positions(self) -> torch.Tensor:

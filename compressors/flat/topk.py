@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,7 @@ class _BucketSelection:
         Args:
             buffer: The bucket; its gradients are zeros then.
             places: Which entries are whose.
-            entries: Filled; divided by the number of ranks.
+            entries: Filled; divided by the number of ranks, unless these are cut into bins.
             bins: Into which values are cut; None where they are sent as they are.
 
         Returns:
@@ -85,6 +84,10 @@ class _BucketSelection:
         for part in places.partial:
             self._store.written(part.parameter)
         return binned
+
+    def room(self, places: Places, device: torch.device) -> Entries:
+        """Make room for entries in the dtype of the residuals of those that are not sent whole."""
+        return Entries.empty(places.count, self._owed[places.partial[0].parameter][0], device)
 
     def _owed_in(self, pair: WholePair, places: Places) -> Owed:
         """Return where the new residuals of a bucket's parameters lie that are in one state."""
@@ -112,7 +115,7 @@ class _BucketSelection:
                 if part.parameter in members or (part.is_whole and not number)
             ]
             counts = [part.count for part in parts]
-            found = Entries.empty(sum(counts), buffer.dtype, buffer.device)
+            found = Entries.empty(sum(counts), entries.values.dtype, buffer.device)
             self._select(buffer, pair, parts, found, size)
             split = (tensor.split(counts) for tensor in (found.positions, found.values))
             numbers = [part.parameter for part in parts]
@@ -211,20 +214,24 @@ class FlatTopKReducer:
         if not places.parts or (not places.partial and is_alone and narrow is None):
             return completed(buffer)  # the optimizer may consume what backward left
         wire = Wire.empty(places.count, buffer.dtype, buffer.device)
-        entries, bins = Entries(wire.positions, wire.values), None
+        entries, bins, view = Entries(wire.positions, wire.values), None, None
         if self._compressor.value_bits is not None and places.partial:
-            bins = Bins(self._compressor.value_bits, places)
+            bins = Bins(self._compressor.value_bits, places, buffer.dtype)
+            entries = self._selection.room(places, buffer.device)
         binned = self._selection.take(buffer, places, entries, bins)
-        if bins is not None and binned is not None:
-            wire = bins.wire(entries, binned)
-        sent = SentBucket(places, [])
+        sent = SentBucket(places, [], bins=bins)
         self._taken.add(sent)
         # Between gradients of FSDP there is padding, which nobody selected from.
         is_clear = sum(part.length for part in places.parts) == buffer.numel()
         if self._group is None or is_alone:
             cleared = buffer if is_clear else buffer.zero_()
-            done = completed(assigned(cleared, wire.positions, wire.values, sent.seen))
+            values = entries.values
+            if bins is not None and binned is not None:
+                values = bins.values(binned)
+            done = completed(assigned(cleared, entries.positions, values, sent.seen))
         else:
+            if bins is not None and binned is not None:
+                wire, view = bins.wire(entries.positions, binned), bins.view
             done = gather(
                 buffer,
                 wire,
@@ -233,7 +240,7 @@ class FlatTopKReducer:
                 headers=self._headers,
                 seen=sent.seen,
                 is_clear=is_clear,
-                view=None if bins is None else partial(bins.view, dtype=buffer.dtype),
+                view=view,
             )
         if narrow is None or narrow == buffer.dtype:
             return done

@@ -104,6 +104,11 @@ def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> Non
 
 
 @pytest.mark.slow
+def test_no_hook_waits_for_values_in_few_bits() -> None:
+    assert sum(hook_of_eight(MODELS["tiny"][0], value_bits=2).waits.values()) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["item", "cpu", "tolist", "numpy", "nonzero"])
 def test_a_wait_that_is_put_into_the_hook_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch

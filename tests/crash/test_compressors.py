@@ -67,6 +67,7 @@ REPRESENTATIVES = (
     "cast to bfloat16",
     "topk bfloat16",
     "topk of 2 bits",
+    "topk by buckets of 2 bits",
     "cyclic",
     "randomk",
 )

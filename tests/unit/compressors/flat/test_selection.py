@@ -202,7 +202,9 @@ def history(case: Case, ways: Ways | None) -> list[Any]:
             found += [exact(own) for own in decoded(compressor, [payload], layout, 100)]
             # Of a parameter with an entry that is not finite more may be stored, to the same end. Values in few bits
             # are stored otherwise.
-            if compressor.value_bits is None and all(g is None or bool(g.isfinite().all()) for g in consumed):
+            if compressor.value_bits is None and all(
+                g is None or bool(g.isfinite().all()) for g in consumed
+            ):
                 found += [stored(s, compressor) for s in payload.sections if s.data.size]
             residual.advance()
             found += [exact(owed) for owed in residual.current().values()]
@@ -266,3 +268,28 @@ def test_tables_are_made_once_for_however_many_parameters(monkeypatch: pytest.Mo
     passes = (("normal", 3, 1.0, "commit"),) * 3
     history(Case(lengths, torch.float32, TopK(0.02, dense_below=0), passes, 300), by_torch())
     assert made == len(lengths)
+
+
+@pytest.mark.parametrize("value_bits", [None, 2])
+def test_a_step_that_a_kernel_skipped_decodes_to_zeros(value_bits: int | None) -> None:
+    compressor = TopK(0.1, dense_below=0, value_bits=value_bits)
+    layout = Case((300, 700), torch.float32, compressor, ()).layout
+    residual = RotatingResidual.zeros(compressor.residual_layout(layout), CPU)
+    selection, reading = by_torch()
+    reducer = FlatTopKReducer(
+        compressor, layout, residual, None, selection=selection, reading=reading
+    )
+    reducer.begin(stamp_of(0, 1))
+    buffer = values("normal", 1000, 3)
+    gradients = list(buffer.split([300, 700]))
+    reducer.reduce([0, 1], gradients, buffer).wait()
+    reducer.consume(gradients)
+    reducer.skip([0, 1])
+    assert not any(own.any() for own in decoded(compressor, [reducer.payload()], layout, 100))
+
+
+def test_a_total_that_half_width_cannot_hold_is_cut_into_bins_as_it_is() -> None:
+    """Gradient and residual together are infinite in float16, and finite in the residual's float32."""
+    passes = tuple(("normal", seed, 2.0**14, "commit") for seed in range(4))
+    compressor = TopK(0.02, dense_below=0, value_bits=2)
+    check(Case((3000, 7000), torch.float16, compressor, passes), by_torch())
