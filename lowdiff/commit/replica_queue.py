@@ -107,6 +107,8 @@ class ReplicaQueue(Queue):
         #: Newest step that was staged, and the one that found no room.
         self._step = self._given_up = -1
         self._is_dropping = False
+        #: The step of which the record's own sections are pending, or were put.
+        self._joined_step = -1
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
 
@@ -164,8 +166,10 @@ class ReplicaQueue(Queue):
         if (images.is_needed or self._given_up == record.step) and not rebases:
             self._drop(record.step)
             return handed
-        # Behind what was staged ahead of the record.
-        self._pending = [*self._pending, *sections_of(record)]
+        if self._joined_step != record.step:  # else a commit that was refused is repeated
+            # Behind what was staged ahead of the record.
+            self._pending = [*self._pending, *sections_of(record)]
+            self._joined_step = record.step
         staged = self._append(RecordKind.DIFFERENTIAL, record, handed)
         if staged.checksum is None:
             self._drop(record.step)
@@ -237,9 +241,9 @@ class ReplicaQueue(Queue):
 
     def is_ready_for_snapshot(self, step: int, look: Look) -> bool:
         """See `Queue`: whether the replica keeps up with training, and can take an image."""
-        # A whole step's time for a step: the newest has only just been staged, and with several
-        # ranks it is committed, and may be applied, only with the next one. What a replica that
-        # keeps up is behind would otherwise keep the ranks from ever being ready together.
+        # A step's time for a step: the newest has only just been staged, and with several ranks it is
+        # committed, and may be applied, only with the next one. What a replica that keeps up is behind
+        # would otherwise keep the ranks from ever being ready together.
         in_time = self._step - 1 - (self._trainer.world_size > 1)
         if not self.images.may_retry(step):
             return False
@@ -259,7 +263,7 @@ class ReplicaQueue(Queue):
     def begin_anew(self, step: int) -> None:
         """See `Queue`: the replica waits for the snapshot that is owed."""
         self._log = self._log.anew()
-        self._step = self._given_up = -1
+        self._step = self._given_up = self._joined_step = -1
         self._is_dropping = True
         self._pending = ()
         super().begin_anew(step)

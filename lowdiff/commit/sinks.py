@@ -1,7 +1,7 @@
 """Things that training hands each step to: its queue, what survivors need, copies on other nodes.
 
-The queue comes first, and what others need of its result travels in the value that is handed from sink to sink.
-Only what is staged ahead of a step goes to the queue last: it alone waits there, or finds that staging is gone.
+A step goes to the queue first, and what others need of its result travels in the value that is handed on. What is
+staged ahead of a step goes to the queue last, which alone waits there, or finds that staging is gone.
 """
 
 from __future__ import annotations

@@ -139,9 +139,8 @@ class Staging:
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._measurements.reopen()
-        for sink in reversed(
-            self._sinks
-        ):  # the queue starts the processes, which look for the rest
+        # The queue last: it starts the processes, which look for the rest.
+        for sink in reversed(self._sinks):
             sink.begin_anew(step)
 
     def stage_base(self, base: Sealed) -> None:

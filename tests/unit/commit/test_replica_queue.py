@@ -400,3 +400,31 @@ def test_a_writers_trouble_is_raised_by_commit_which_can_be_called_again(
     assert not life.checkpointer.stats()["replica_error"]
     life.kill()
     life.assert_recovered()
+
+
+@pytest.mark.parametrize("tries", [0, 3])
+def test_a_step_that_was_refused_several_times_is_staged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
+) -> None:
+    """It has values that something else than an optimizer wrote, which are staged with its record."""
+    life = Life(tmp_path, on_error="raise", snapshot_every=1000)
+    sizes: list[int] = []
+    real = ReplicaQueue.look
+    for step in range(6):
+        life.training.step(step)
+        with torch.no_grad():
+            for parameter in life.training.model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        before = life.checkpointer.stats()["staged_bytes"]
+        with monkeypatch.context() as patch:
+            patch.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
+            patch.setattr(ReplicaQueue, "look", lambda s: in_trouble(real(s)))
+            for _ in range(tries if step == 4 else 0):
+                with pytest.raises(WriterFailed):
+                    life.checkpointer.commit()
+        life.checkpointer.commit()
+        sizes.append(life.checkpointer.stats()["staged_bytes"] - before)
+    life.step = 6
+    assert max(sizes[2:]) - min(sizes[2:]) < 200
+    life.kill()
+    life.assert_recovered()
