@@ -384,6 +384,7 @@ def of_device_ops(found: Summary) -> str:
         "fused_scaled_": "fused AdamW with a gradient scaler",
         "rounded_": "bfloat16 values, clipped",
         "accumulated_": "two backward passes",
+        "binned_": "`TopK(0.01, value_bits=2)`, log",
         "powersgd_": "`PowerSGD(4)`, log",
         "powersgd_clipped_": "the same, clipped",
         "gradients_": "no compressor (replica)",
