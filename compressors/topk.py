@@ -127,7 +127,7 @@ class TopK(SparseSettings):
         that were consumed.
         """
         sections = (section for payload in payloads for section in payload.sections)
-        has_codes = any(section.name == "binned/codes" for section in sections)
+        has_codes = any(section.name.startswith("binned/") for section in sections)
         if self.value_bits is not None and has_codes:
             positions = [stored_positions(payload, layout) for payload in payloads]
             return binned_decoder(payloads, layout, self.value_bits, positions)
