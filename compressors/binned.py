@@ -211,12 +211,15 @@ class BinnedReducer(RepresentedReducer[_Held], ABC):
     ) -> Sent:
         """Return what this rank sends of a parameter, and leave the rest in the residual."""
         values = total.index_select(0, chosen)
-        if not is_used(gradient):
+        used = is_used(gradient)
+        if not used:
             values.zero_()
         codes, exact = binned(values, self.value_bits)
         means = exact.to(gradient.dtype)
-        # A rank that chooses by itself chooses the largest entries: if these are finite, all are.
-        is_finite = not self.is_shared and devices.may_look(means) and bool(means.isfinite().all())
+        # A rank that chooses by itself chooses the largest entries: if these are finite, all are. Zeros in their place
+        # say nothing.
+        is_told = used and not self.is_shared and devices.may_look(means)
+        is_finite = is_told and bool(means.isfinite().all())
         # Else an overflow among unsent entries must not go unnoticed: NaN makes a scaler skip the
         # step.
         hidden = total.sum(dtype=torch.float64) * 0 if self.is_shared else 0.0

@@ -236,6 +236,19 @@ def test_every_kind_of_numbers_gives_the_bits_of_its_parameters(make: Any, kind:
             check(Case((300, 0, 64, 1, 700), dtype, compressor, passes), make())
 
 
+@pytest.mark.parametrize("value_bits", [None, 2, 4])
+def test_what_is_owed_of_an_unused_parameter_stays_finite_where_a_new_loss_scale_overflows(
+    value_bits: int | None,
+) -> None:
+    passes = (
+        ("large", 0, 1.0, "nothing"),
+        ("zeros", 0, 1024.0, "nothing"),
+        ("normal", 0, 1.0, "commit"),
+    )
+    case = Case((2,), torch.float32, TopK(0.001, dense_below=0, value_bits=value_bits), passes)
+    check(case, by_torch())
+
+
 def test_an_exception_between_two_kernels_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
