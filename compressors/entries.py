@@ -36,8 +36,6 @@ class StoredEntries:
         self._layout = layout
         self.rank = rank
         self._world_size = world_size
-        #: The rank's ranges of whole parameters.
-        self._shares = [self.share(spec.numel) for spec in layout.parameters]
         #: Layout index -> positions that the rank stores. A whole parameter is divided into shares.
         self._selected: dict[int, torch.Tensor] = {}
         #: `_selected` as it was in earlier backward passes of this step.
@@ -127,7 +125,7 @@ class StoredEntries:
             self.foreign.pop(i, None)  # a step may be tried again behind one that was broken off
             if not devices.may_look(gradient):
                 continue
-            mine = self._shares[i]
+            mine = self.share(gradient.numel())
             positions = exchanged(i, mine)
             if positions is None:
                 continue
@@ -163,7 +161,7 @@ class StoredEntries:
         selected = self._selected.get(parameter)
         if selected is not None and selected.numel() < numel:
             return selected
-        return self._shares[parameter]
+        return self.share(numel)
 
     def as_selected(self) -> dict[int, torch.Tensor]:
         """Return the values of the parameters of which exactly the last selection was consumed."""

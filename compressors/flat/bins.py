@@ -87,18 +87,15 @@ class Bins:
         # Of a parameter that nobody used zeros are sent, and all of it is owed.
         is_used = self._of_parts((exact != 0).double(), "max") != 0
         for own in owed:
-            counts = [(own_part.first, own_part.count) for own_part in own.parts]
-            rows = _ranges(counts, exact.device)
-            moves = _uploaded(
-                [start - p.start for p, start in zip(own.parts, own.starts, strict=True)],
-                exact.device,
-            )
-            lengths = _uploaded([count for _, count in counts], exact.device)
+            rows = _ranges([(p.first, p.count) for p in own.parts], exact.device)
+            of_rows = part.index_select(0, rows)
+            begun = dict(zip(own.parts, own.starts, strict=True))
+            moves = [begun.get(p, 0) - p.start for p in self._parts]
             places = entries.positions.index_select(0, rows).long()
-            places += moves.index_select(0, _repeated(lengths, rows.numel()))
+            places += _uploaded(moves, exact.device).index_select(0, of_rows)
             rest = exact.index_select(0, rows) - restored.index_select(0, rows).to(exact.dtype)
             rest = (rest.float() / scale).to(exact.dtype).nan_to_num_(0.0, 0.0, 0.0)
-            used = is_used.index_select(0, part.index_select(0, rows))
+            used = is_used.index_select(0, of_rows)
             own.slot.index_copy_(0, places, torch.where(used, rest, own.slot[places]))
         whole = exact.index_select(0, self._whole)
         return Binned(codes, self._divided(means, size), self._divided(whole, size))

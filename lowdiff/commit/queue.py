@@ -47,8 +47,6 @@ class Queue(Sink, ABC):
         self.images = Images(trainer)
         self._trainer = trainer
         self._storage = storage
-        #: The newest step that all ranks have staged.
-        self._committed_step = -1
 
     @property
     def _most_at_risk(self) -> int:
@@ -106,11 +104,6 @@ class Queue(Sink, ABC):
                 images.is_owed = True
                 return snapshot
         return self._stage_image(replace(snapshot, look=look))
-
-    def show(self, step: int, committed_step: int, told_step: int) -> int:
-        """See `Sink`."""
-        self._committed_step = committed_step
-        return committed_step
 
     def secure(self, step: int) -> int:
         """Have a committed step become durable, as training ends; returns the newest that can.

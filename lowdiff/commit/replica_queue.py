@@ -106,6 +106,8 @@ class ReplicaQueue(Queue):
         self._replica = replica
         #: Newest step that was staged, and the one that found no room.
         self._step = self._given_up = -1
+        #: The newest step that all ranks have staged.
+        self._committed_step = -1
         self._is_dropping = False
         #: The step of which the record's own sections are pending, or were put.
         self._joined_step = -1
@@ -251,6 +253,11 @@ class ReplicaQueue(Queue):
         return not self._trainer.degrades or (
             not self.images.is_in_use(look) and look.replica.consumed_step >= in_time
         )
+
+    def show(self, step: int, committed_step: int, told_step: int) -> int:
+        """See `Sink`."""
+        self._committed_step = committed_step
+        return committed_step
 
     def secure(self, step: int) -> int:
         """See `Queue`: the replica makes an image, of no step that a copy on another node lacks."""

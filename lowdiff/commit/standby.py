@@ -96,11 +96,6 @@ class Standby(Sink):
 
     def is_gone(self, look: Look) -> bool:
         """See `Sink`."""
-        return self._is_gone
-
-    @property
-    def _is_gone(self) -> bool:
-        """Whether somebody removed what was staged."""
         folder = self._folder
         return self._items is not None and not (
             folder.items(0).exists() and folder.survivor_status.exists()
@@ -122,7 +117,7 @@ class Standby(Sink):
         try:
             return self._put(handed)
         except StorageError as error:
-            if self._is_gone:
+            if self.is_gone(handed.look):
                 raise
             if not self._is_failing:
                 text = f"no state could be saved after a failure now: {error}"

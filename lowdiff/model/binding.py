@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
@@ -155,10 +155,6 @@ class Attached:
         """Return this rank's part of a parameter, sharing its memory; the parameter itself in DDP."""
         return local_of(self.parameters[index])
 
-    def locals(self, indices: Iterable[int]) -> list[torch.Tensor]:
-        """Return this rank's parts of several parameters; see `local`."""
-        return [local_of(self.parameters[index]) for index in indices]
-
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold other parameters, or other parts of them."""
@@ -180,14 +176,10 @@ class Attached:
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent, or of another optimizer or rank."""
-        held = {
-            i: local_of(parameter.grad)
-            for i, parameter in self.parameters.items()
-            if self.owner[i] == optimizer and parameter.grad is not None
-        }
         found: list[torch.Tensor | None] = [None] * len(self.owner)
-        for i, gradient in held.items():
-            found[i] = flat_like(gradient, self.layout.parameters[i])
+        for i, parameter in self.parameters.items():
+            if self.owner[i] == optimizer and parameter.grad is not None:
+                found[i] = flat_like(local_of(parameter.grad), self.layout.parameters[i])
         return found
 
     def held(self) -> list[int]:

@@ -377,9 +377,7 @@ class StepGuard:
             UnsupportedModel: If one was put into the memory of another.
         """
         attached, places = self._attached, self._places
-        own = [*indices]
-        lie = [*map(_place_of, attached.locals(own))]
-        moved = [i for i, place in zip(own, lie, strict=True) if place != places[i]]
+        moved = [i for i in indices if _place_of(attached.local(i)) != places[i]]
         for i in moved:
             parameter, spec = attached.parameters[i], self._specs[i]
             if is_sharded(parameter):
