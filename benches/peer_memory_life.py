@@ -27,9 +27,9 @@ from benches.harness import Pair, abba
 from lowdiff.compressors import TopK
 from lowdiff.compressors.collectives import own_group
 from lowdiff.core.memory import byte_view
+from lowdiff.core.placement import peers_of
 from lowdiff.model.ranks import Ranks
-from lowdiff.peers.line import Receiver, Sender
-from lowdiff.peers.placement import peers_of
+from lowdiff.protect.copies.line import Receiver, Sender
 
 #: 10.7 million parameters.
 MODEL = GPTConfig(layers=6, heads=6, width=384)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lowdiff.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lowdiff.checkpointer import Checkpointer
     from lowdiff.errors import LowDiffError
@@ -31,7 +33,6 @@ __all__ = [
     "recover",
     "register_optimizer",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "lowdiff.checkpointer",

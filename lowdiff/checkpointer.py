@@ -21,11 +21,12 @@ from typing_extensions import Self
 
 from lowdiff.attach.begin import Opened
 from lowdiff.attach.close import finish, release
+from lowdiff.attach.found import Asked
 from lowdiff.attach.open import meeting, open_session
 from lowdiff.attach.together import Wish
 from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
-from lowdiff.compressors import Averaged, Dense
+from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError, UsageError
@@ -50,12 +51,12 @@ from lowdiff.model.replicas import replicas_of
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.writer.handle import WaitingWriter
+from lowdiff.protect import named, strategy_of
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
 from lowdiff.step.ddp_hook import Average, HookState, registered
 from lowdiff.step.fsdp_hook import average_as_hsdp, register_group_hooks
-from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Publisher, Retention, whole_number
 
@@ -72,8 +73,11 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         "staging": str(opened.staging.folder.root),
         **session.counters.document(),
         **writer_document(storage.writer.read_status()),
-        **queue.figures(),
-        **({} if opened.copies is None else opened.copies.figures()),
+        **{
+            name: value
+            for sink in opened.protection.sinks
+            for name, value in sink.figures().items()
+        },
         **({} if storage.publisher is None else storage.publisher.figures()),
         "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
@@ -83,27 +87,6 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         "writer_pid": storage.writer.pid,
         "writer_restarts": storage.writer.restarts,
     }
-
-
-def _compressor_of(
-    strategy: str | None, compressor: Compressor | None, *, reproducible: bool
-) -> Compressor:
-    """The compressor that a strategy goes with.
-
-    Raises:
-        ConfigError: If the two do not go together.
-    """
-    if strategy not in (None, "log", "replica", "survivors"):
-        raise ConfigError(
-            f'strategy is one of "log", "replica" and "survivors", or None, got {strategy!r}'
-        )
-    if compressor is None:
-        if strategy == "log":
-            raise ConfigError('strategy="log" needs a compressor, e.g. PowerSGD(matrix_rank=4)')
-        return Averaged(reproducible) if strategy == "survivors" else Dense(reproducible)
-    if strategy in ("replica", "survivors"):
-        raise ConfigError(f"strategy={strategy!r} leaves gradients as they are; give no compressor")
-    return compressor
 
 
 #: The live Checkpointer of each run folder.
@@ -256,14 +239,11 @@ class Checkpointer:
             raise ConfigError(
                 f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
             )
-        if compressor is not None and reproducible:
-            raise ConfigError(
-                "reproducible=True is for training without compression; compressed gradients are "
-                "always summed in rank order"
-            )
+        protector = named(strategy or ("replica" if compressor is None else "log"))
         self._settings = Settings(
             run=user_path("run", run).absolute(),
-            compressor=_compressor_of(strategy, compressor, reproducible=reproducible),
+            compressor=protector.compressor(compressor, reproducible=reproducible),
+            strategy=protector.name,
             **cadence(snapshot_every, batch_size, tuning),
             staging=None if staging is None else user_path("staging", staging).absolute(),
             store=store,
@@ -282,6 +262,7 @@ class Checkpointer:
             lost_steps=lost_steps,
             validate=validate,
         )
+        strategy_of(self._settings).refuse(self._settings)
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
         self._state = LoopState()
@@ -295,7 +276,6 @@ class Checkpointer:
         self._plain_loaders: dict[str, PlainLoader] = {}
         self._attach_seconds = 0.0
         self._signals: SignalWatch | None = None
-        self._failures: FailureWatch | None = None
         self._was_preempted = False
         self._final_stats: dict[str, Any] = {}
 
@@ -378,15 +358,9 @@ class Checkpointer:
             is_hooked = attached.replicas is not None or (
                 attached.ddp is not None and ranks.world_size > 1
             )
-            opened = open_session(
-                self._settings,
-                attached,
-                objects,
-                ranks,
-                self.hook_state if is_hooked else None,
-                wish,
-                waiting=_in_place.get(),
-            )
+            hook = self.hook_state if is_hooked else None
+            asked = Asked(self._settings, wish, hook, _in_place.get())
+            opened = open_session(asked, attached, objects, ranks)
         self._opened, self._detached = opened, None
         self._plain_loaders = loaders
         _attached[self._key] = self
@@ -394,19 +368,20 @@ class Checkpointer:
             for plain in loaders.values():
                 plain.hook()
             self._average = self._average_of(attached, ranks)
-            averages = attached.replicas is not None and not self._settings.logs_steps
+            compresses = strategy_of(self._settings).logs_steps
+            averages = attached.replicas is not None and not compresses
             self.hook_state.open(
                 self._session.recorder.reducer,
                 [*attached.parameters.values()],
                 indices=[*attached.parameters],
                 average=self._average if averages else None,
-                exchanges=None if opened.copies is None else opened.copies.spans,
+                exchanges=opened.protection.exchanges,
                 ddp=attached.ddp,
             )
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)
-            self._watch_failures(opened)
+            opened.protection.watch(ends_by_signal=ends_by_sigterm())
             atexit.register(self._close, failed=True)  # a script may end without close()
         except BaseException:
             self._session.storage.stop()
@@ -704,10 +679,10 @@ class Checkpointer:
             with checkpointer.pause_watch():
                 evaluate()  # on one rank, while those of other nodes wait in a barrier
         """
-        if self._failures is None:
+        if self._opened is None:
             yield
         else:
-            with self._failures.pace.pause():
+            with self._opened.protection.pause():
                 yield
 
     def close(self) -> None:
@@ -777,8 +752,7 @@ class Checkpointer:
         opened = self._opened
         if opened is None or self._is_of_parent:
             return
-        if self._failures is not None:
-            self._failures.save("training begins anew in this process")
+        opened.protection.save_after_failure("training begins anew in this process")
         opened.meter.end("failed")
         opened.session.storage.die(kills_processes=False)
         self._let_go(opened)
@@ -788,10 +762,9 @@ class Checkpointer:
             opened.session.gate.leave()
             return  # until the other ranks have heard of the failure as well: see `break_off`
         try:
-            if self._failures is not None:
-                if failed:
-                    self._failures.save("the training ended with an error")
-                self._failures.close()
+            if failed:
+                opened.protection.save_after_failure("the training ended with an error")
+            opened.protection.end_watch()
             if self._loop is not None and not (failed or detaches):
                 self._loop.ends()
             finish(opened, failed=failed, detaches=detaches)
@@ -828,7 +801,7 @@ class Checkpointer:
             parameters,
             lambda index: layout.parameters[index].tensor,
             self.hook_state,
-            compresses=self._settings.logs_steps,
+            compresses=strategy_of(self._settings).logs_steps,
         )
         return replace(attached, replicas=replicas)
 
@@ -853,27 +826,13 @@ class Checkpointer:
             )
             earlier._break_off() if _in_place.get() else earlier._close(failed=True)
 
-    def _watch_failures(self, opened: Opened) -> None:
-        if opened.survivor is None:
-            return
-        self._failures = FailureWatch(
-            opened.survivor,
-            opened.session,
-            hang_seconds=self._settings.hang_seconds,
-            on_hang=self._settings.on_hang,
-            ends_by_signal=ends_by_sigterm(),
-        )
-        self._say("survivors", f"after a failure the state is saved in {opened.survivor.path}")
-
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""
         atexit.unregister(self._close)
         if self._signals is not None:
             self._signals.close()
             self._signals = None
-        if self._failures is not None:
-            self._failures.close()
-            self._failures = None
+        opened.protection.end_watch()
         self.hook_state.close(opened.session.recorder.reducer)
         if self._loop is not None:
             self._loop.remove()

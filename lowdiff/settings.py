@@ -14,7 +14,7 @@ from lowdiff.persistence.files.trust import shared_staging_root
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Publisher, Retention, strategy_of, whole_number
+from lowdiff.types import Publisher, Retention, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ class Settings:
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
         batch_size: Differentials per durable write (``b``).
+        strategy: What protects its steps, by name; see `lowdiff.protect`.
         staging: Folder for the staging logs of all runs; None for the default one in memory (tmpfs).
         retention: Which steps stay; None keeps everything.
         store: URL of the run in an object store; None for none.
@@ -73,6 +74,7 @@ class Settings:
     compressor: Compressor
     snapshot_every: int
     batch_size: int
+    strategy: str = "log"
     staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
@@ -107,11 +109,6 @@ class Settings:
             )
         if not isinstance(self.tuning, Tuning):
             raise ConfigError(f"tuning is a lowdiff.Tuning or None, got {self.tuning!r}")
-        if self.is_tuned and not self.logs_steps:
-            raise ConfigError(
-                'snapshot_every="auto" and batch_size="auto" are for strategy "log", with a compressor: '
-                "they weigh logged steps against snapshots; give a number of steps"
-            )
         for name in ("snapshot_every", "batch_size"):
             if whole_number(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} counts steps, at least 1, got {getattr(self, name)}")
@@ -121,22 +118,6 @@ class Settings:
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 raise ConfigError(f"{name} is one of {choices}, got {getattr(self, name)!r}")
-        if self.replicates_residual and not self.logs_steps:
-            raise ConfigError(
-                'residual="replicated" is for strategy "log", with a compressor that has error feedback; '
-                f"strategy {self.strategy!r} has no residual to send, so leave it out"
-            )
-        if self.replicates_residual and self.copies == 1:
-            raise ConfigError(
-                'residual="replicated" sends the residual to the nodes that keep copies, and copies=1 keeps '
-                'none; give copies=2, or residual="exact", which survives a crash of processes'
-            )
-        if self.has_several_steps and self.logs_steps:
-            raise ConfigError(
-                'optimizer_steps="any" is for training without a compressor: error feedback belongs to '
-                "one exchange per step. Leave the compressor out, or call commit() after each "
-                "optimizer.step()"
-            )
         _refuse_prediction(self)
         if self.publish is not None:
             _refuse_publisher(self.publish, self)
@@ -169,16 +150,6 @@ class Settings:
     def replicates_residual(self) -> bool:
         """Whether error feedback is sent to other nodes."""
         return self.residual == "replicated"
-
-    @property
-    def strategy(self) -> str:
-        """How a step is protected: ``"log"``, ``"replica"`` or ``"survivors"``."""
-        return strategy_of(self.compressor.name)
-
-    @property
-    def logs_steps(self) -> bool:
-        """Whether every step is kept."""
-        return self.strategy == "log"
 
     @property
     def staging_root(self) -> Path:
@@ -221,16 +192,6 @@ def _refuse_publisher(publisher: Publisher, settings: Settings) -> None:
     """
     if not isinstance(publisher, Publisher):
         raise ConfigError(f"publish is a lowdiff.Publisher or None, got {publisher!r}")
-    if settings.strategy == "survivors":
-        raise ConfigError(
-            'strategy="survivors" keeps no steps outside the trainers, so nobody could publish them; take '
-            'strategy="replica", or a compressor'
-        )
-    if publisher.durable and not settings.logs_steps:
-        raise ConfigError(
-            "publish durable=True waits until a step is on a disk, and a replica's run has few such steps; give a "
-            "compressor, or leave durable out"
-        )
     if is_url(publisher.target):
         ObjectStore(str(publisher.target), make=True)  # refuses what cannot work
         return

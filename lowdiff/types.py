@@ -426,6 +426,10 @@ class Origin:
     step: int | None = None
 
 
+#: Names of the ways to protect a run's steps; what each does is said in ``lowdiff/protect``.
+STRATEGIES = ("log", "replica", "survivors")
+
+
 @dataclass(frozen=True, slots=True)
 class Fence:
     """One rank's durable statement that an incarnation begins.
@@ -440,6 +444,8 @@ class Fence:
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
         life: Random, the same on all ranks: tells this life from one that went on elsewhere, under
             the same number and from the same step.
+        strategy: What keeps its steps, one of `STRATEGIES`.
+        version: Of lowdiff; "" for one that did not tell.
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
@@ -464,6 +470,8 @@ class Fence:
     compressor: Mapping[str, Any]
     names: Mapping[str, str]
     life: str
+    strategy: str
+    version: str = ""
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
@@ -485,19 +493,9 @@ class Fence:
         return self.base_step if self.predicted is None else self.predicted.base_step
 
     @property
-    def strategy(self) -> str:
-        """What keeps its steps: ``"log"``, ``"replica"`` or ``"survivors"``."""
-        return strategy_of(self.compressor["name"])
-
-    @property
     def logs_steps(self) -> bool:
         """Whether every step is kept: not where a replica uses gradients up, or none are kept."""
         return self.strategy == "log"
-
-
-def strategy_of(compressor: str) -> str:
-    """Return the strategy that a compressor's name stands for; those that compress are logged."""
-    return {"dense": "replica", "averaged": "survivors"}.get(compressor, "log")
 
 
 def whole_number(name: str, value: object) -> int:

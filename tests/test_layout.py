@@ -380,9 +380,9 @@ MARKING = re.compile(
 MARKS_ITS_OWN = {
     # What comes from other ranks or goes to them, in memory of its own.
     "lowdiff/model/ranks.py": {"torch.frombuffer"},
-    "lowdiff/peers/line.py": {"torch.frombuffer", "torch.from_numpy"},
-    "lowdiff/peers/residuals.py": {"torch.from_numpy"},
-    "lowdiff/peers/wards.py": {"torch.frombuffer"},
+    "lowdiff/protect/copies/line.py": {"torch.frombuffer", "torch.from_numpy"},
+    "lowdiff/protect/copies/residuals.py": {"torch.from_numpy"},
+    "lowdiff/protect/copies/wards.py": {"torch.frombuffer"},
     # A state dict of lowdiff's own objects.
     "lowdiff/integrations/trainer_state.py": {".numpy", "torch.frombuffer"},
     "lowdiff/loop/plain_loader.py": {"torch.from_numpy", "np.asarray"},

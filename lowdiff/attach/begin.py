@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from lowdiff.attach.memory import Memory
-from lowdiff.attach.publish import publisher_of
+from lowdiff.attach.found import Asked, Found
 from lowdiff.attach.resume import Start
 from lowdiff.commit.agreement import Agreement, Health
 from lowdiff.commit.meter import Meter
-from lowdiff.commit.queue import LogQueue, Queue, SnapshotQueue
-from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
+from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
-from lowdiff.commit.sinks import Sink
 from lowdiff.commit.staging import Staging
-from lowdiff.commit.standby import Standby, all_items
-from lowdiff.commit.storage import Storage, Trainer
-from lowdiff.compressors.collectives import own_group
+from lowdiff.commit.storage import Trainer
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer
 from lowdiff.core.events import Code
@@ -36,27 +30,21 @@ from lowdiff.model.binding import Attached
 from lowdiff.model.items import Stateful, name_large_items
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given, Live
-from lowdiff.peers.copies import Copies
-from lowdiff.peers.residuals import KeptResidual, Outgoing, Plan
-from lowdiff.peers.spans import Spans
-from lowdiff.peers.wards import ReplicaWard, SentWard, Ward
 from lowdiff.persistence.files.durable import write_file
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import holds_state
-from lowdiff.persistence.writer.handle import WaitingWriter, WriterProcess
+from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.protect import strategy_of
+from lowdiff.protect.beginning import Beginning, held_area
+from lowdiff.protect.memory import Memory
+from lowdiff.protect.publish import publisher_of
 from lowdiff.protocols import Reducer
-from lowdiff.recovery.publish.handle import PublisherProcess
-from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
-from lowdiff.step.ddp_hook import HookState
 from lowdiff.step.gradients import Gradients, RecordedGradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
-from lowdiff.survivors.survivor import Survivor
-from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
 
 #: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
@@ -66,47 +54,54 @@ _CHEAP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Incarnation:
+    """What an incarnation is to be, once its fences are durable.
+
+    Attributes:
+        fence: This rank's.
+        start: What it starts from.
+        memory: What it may use.
+    """
+
+    fence: Fence
+    start: Start
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Opened:
     """A running session and what closing it needs.
 
     Attributes:
         settings: Of the run.
+        session: Captures and stages every step.
+        protection: What takes the steps.
+        lock: On the run.
+        staging: This rank's folder in staging memory.
+        ranks: Those that train together.
         meter: Measures it for the tuner.
-        survivor: Saves the state after a failure; None with another strategy.
         random_states: Items to restore when the first step begins.
-        copies: On other nodes; None where there are none.
     """
 
     settings: Settings
     session: Session
+    protection: Protection
     lock: RunLock
     staging: StagingArea
     ranks: Ranks
     meter: Meter
     random_states: Mapping[str, bytes]
-    survivor: Survivor | None
-    copies: Copies | None
 
 
 def begin(
-    settings: Settings,
-    given: Given,
-    ranks: Ranks,
-    hook: HookState | None,
-    fence: Fence,
-    start: Start,
-    memory: Memory,
-    lock: RunLock,
-    past: Past,
-    left: Sequence[StagingFolder],
-    waiting: WaitingWriter | None,
+    asked: Asked, given: Given, ranks: Ranks, found: Found, incarnation: Incarnation
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
-    if any(ranks.gather(any(map(holds_state, left)))) and settings.logs_steps:
-        # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
-        # its memory void.
-        start = replace(start, needs_snapshot=True)
-    if settings.copies > 1:  # a copy begins with an image, as that of every rank
+    settings, strategy = asked.settings, strategy_of(asked.settings)
+    fence, start, memory = incarnation.fence, incarnation.start, incarnation.memory
+    # Of a life that may never have begun, on whichever machine: only a snapshot after it makes its memory void.
+    is_haunted = any(ranks.gather(any(map(holds_state, found.left)))) and strategy.logs_steps
+    if is_haunted or settings.copies > 1:  # a copy begins with an image, as that of every rank
         start = replace(start, needs_snapshot=True)
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo, ThreadPoolExecutor(1) as beside:
@@ -114,13 +109,13 @@ def begin(
         unused = undo.enter_context(ExitStack())
         # Here one rank may fail that others do not: its disk or memory is full, say.
         with ranks.together():
-            area = _area(settings, fence, folder, undo, unused)
+            area = held_area(folder, settings.folder, fence.life, undo, unused)
             publisher = publisher_of(settings, fence, folder, given.attached.module)
             if publisher is not None:
                 undo.callback(publisher.stop)
             # A process takes half a second to start: memory is taken meanwhile.
             starting = beside.submit(
-                WriterProcess, _writer_settings(settings, ranks, fence, start, left), waiting
+                WriterProcess, _writer_settings(settings, found, fence, start), asked.waiting
             )
             undo.callback(_stop_started, starting)
             scaling = Scaling(_hook_scaler(given.attached, given.stateful))
@@ -137,20 +132,20 @@ def begin(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
-            standby = _standby(settings, live, folder, memory)
-            wards = _wards(settings, live, fence, memory, undo, unused)
             trainer = Trainer(folder, settings, ranks.rank, ranks.world_size)
-            storage, queue = _queue(trainer, live, fence, memory, starting, publisher, undo)
+            protection = strategy.protect(
+                Beginning(trainer, live, fence, memory, starting.result(), publisher, undo, unused)
+            )
+            undo.callback(protection.close, removes=False)
             meter = Meter(folder, trainer.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
-            meter.note({**past.facts, "elements": float(elements)})
-            cadence = Cadence(trainer, storage.writer, meter.recorder)
-            cadence.begin(start.step, past)
+            meter.note({**found.past.facts, "elements": float(elements)})
+            cadence = Cadence(trainer, protection.storage.writer, meter.recorder)
+            cadence.begin(start.step, found.past)
             live.tracker.start(start.items, is_under_way=start.step > 0 and ranks.rank == 0)
         # All ranks make each process group at once, and wait there for one that failed before.
-        copies = _copies(trainer, live, wards, ranks, memory, undo)
-        recorder = _recorder(settings, live, fence, ranks, hook, scaling, memory)
-        sinks: list[Sink] = [sink for sink in (standby, copies) if sink is not None]
+        protection.join(ranks)
+        recorder = _recorder(asked, live, ranks, scaling, incarnation)
         # The base names the residual; from then on the memory of the life before is not needed, and goes.
         unused.pop_all()
         with ranks.together():
@@ -158,13 +153,11 @@ def begin(
                 live,
                 recorder,
                 trainer,
-                storage,
-                queue,
-                Staging(area, trainer, storage, queue, live, meter.recorder, sinks),
-                _agreement(settings, live, ranks, lock),
+                Staging(area, trainer, live, meter.recorder, protection),
+                _agreement(settings, live, ranks, found.lock),
                 Schedule(
                     cadence,
-                    queue,
+                    protection.queue,
                     is_alone=ranks.world_size == 1,
                     audited_until=_audited_until(settings, live, start.step),
                 ),
@@ -172,42 +165,41 @@ def begin(
                 start.step,
             )
             undo.callback(session.detach)
-            survivor = None if standby is None else Survivor(live, session, standby, folder)
+            protection.begin(session)
             _make_base_durable(settings, session, fence, start)
         if memory.node.others:
             with ranks.together():
-                if copies is not None:
-                    copies.wait_for_base(start.step)
+                protection.wait_for_base(start.step)
             with ranks.together():  # no rank can fail to begin any more
                 if memory.node.first == ranks.rank:
                     write_file(settings.folder.begun(fence.incarnation), b"")
-        meter.note(past.attached())
+        meter.note(found.past.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(settings, session, lock, area, ranks, meter, start.items, survivor, copies)
+    return Opened(settings, session, protection, found.lock, area, ranks, meter, start.items)
 
 
 def _writer_settings(
-    settings: Settings, ranks: Ranks, fence: Fence, start: Start, left: Sequence[StagingFolder]
+    settings: Settings, found: Found, fence: Fence, start: Start
 ) -> WriterSettings:
     return WriterSettings(
         run=str(settings.run),
         staging_root=str(settings.staging_root),
         run_id=fence.run_id,
         incarnation=fence.incarnation,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=fence.rank,
+        world_size=fence.world_size,
         base_step=start.step,
         trainer_pid=os.getpid(),
         batch_size=settings.batch_size,
         flush_seconds=settings.flush_seconds,
         retention=settings.retention,
         store=settings.store,
-        logs_steps=settings.logs_steps,
+        logs_steps=strategy_of(settings).logs_steps,
         continues=start.continues,
-        adopts=[stage.root.name for stage in left],
+        adopts=[stage.root.name for stage in found.left],
     )
 
 
@@ -217,159 +209,14 @@ def _stop_started(starting: Future[WriterProcess]) -> None:
         starting.result().stop()
 
 
-def _standby(
-    settings: Settings, live: Live, folder: StagingFolder, memory: Memory
-) -> Standby | None:
-    """Make what survivors need, if anything would be lost without them.
-
-    Where steps are staged on one node, they outlive every process. A node that is lost takes its part of
-    them along, and without it no rank has the whole state but those that live.
-    """
-    if live.attached.is_sharded:
-        return None  # nobody else has the shards of a rank
-    if settings.strategy == "survivors":
-        return Standby(folder, live, memory.node, memory.image_bytes)
-    return Standby(folder, live, memory.node, 0) if memory.node.others else None
-
-
-def _area(
-    settings: Settings, fence: Fence, folder: StagingFolder, undo: ExitStack, unused: ExitStack
-) -> StagingArea:
-    area = StagingArea(folder, settings.folder, fence.life)
-    unused.callback(folder.remove)
-    undo.callback(area.release)
-    return area
-
-
-def _wards(
-    settings: Settings,
-    live: Live,
-    fence: Fence,
-    memory: Memory,
-    undo: ExitStack,
-    unused: ExitStack,
-) -> list[Ward]:
-    """Begin to keep what ranks on other nodes stage."""
-    wards = []
-    for rank in memory.peers.wards if settings.copies > 1 else ():
-        folder = StagingFolder.copy_of(
-            settings.staging_root, fence.run_id, fence.incarnation, rank, live.rank
-        )
-        area = _area(settings, fence, folder, undo, unused)
-        wards.append(_ward(settings, live, fence, memory, area, undo))
-    return wards
-
-
-def _copies(
-    trainer: Trainer,
-    live: Live,
-    wards: Sequence[Ward],
-    ranks: Ranks,
-    memory: Memory,
-    undo: ExitStack,
-) -> Copies | None:
-    """Have other nodes keep what this rank stages."""
-    peers, settings = memory.peers, trainer.settings
-    if settings.copies == 1 or ranks.training_group is None:
-        return None
-    group = own_group(ranks.training_group)
-    outgoing = None
-    if settings.replicates_residual and peers.keepers:
-        outgoing = Outgoing(live.residual, Plan(Spans(), len(peers.keepers), live.rank))
-    copies = Copies(
-        group,
-        peers.keepers,
-        wards,
-        partial(all_items, live),
-        sends_all=peers.sends_all,
-        waits=not trainer.degrades,
-        counters=trainer.counters,
-        outgoing=outgoing,
-    )
-    undo.callback(copies.close, removes=False)
-    return copies
-
-
-def _ward(
-    settings: Settings,
-    live: Live,
-    fence: Fence,
-    memory: Memory,
-    area: StagingArea,
-    undo: ExitStack,
-) -> Ward:
-    if settings.strategy == "survivors":
-        return Ward(area, live, None)
-    log = _log(area.folder, fence, memory)
-    if settings.logs_steps:
-        layout, residual = live.residual.layout, None
-        if settings.replicates_residual:
-            residual = KeptResidual(area.folder.residual, layout)
-        return Ward(area, live, log, residual)
-    replica = _replica(settings, live, log, makes_images=False)
-    undo.callback(replica.stop)
-    kind = SentWard if area.folder.rank in memory.peers.sent else ReplicaWard
-    return kind(area, live, log, replica)
-
-
-def _replica(
-    settings: Settings, live: Live, log: StagingLog, *, makes_images: bool
-) -> ReplicaProcess:
-    specs, world_size = live.attached.specs, live.world_size
-    return ReplicaProcess(
-        replica_settings(settings, log, world_size, makes_images=makes_images, specs=specs)
-    )
-
-
-def _log(folder: StagingFolder, fence: Fence, memory: Memory) -> StagingLog:
-    return StagingLog(
-        folder,
-        run_id=fence.run_id,
-        world_size=fence.world_size,
-        chunk_bytes=memory.chunk_bytes,
-        cap_bytes=memory.log_bytes,
-    )
-
-
-def _queue(
-    trainer: Trainer,
-    live: Live,
-    fence: Fence,
-    memory: Memory,
-    starting: Future[WriterProcess],
-    publisher: PublisherProcess | None,
-    undo: ExitStack,
-) -> tuple[Storage, Queue]:
-    """Make the processes of a rank whose writer starts, and the queue that they empty."""
-    settings, writer = trainer.settings, starting.result()
-    if settings.strategy == "survivors":
-        storage = Storage(writer)
-        return storage, SnapshotQueue(trainer, storage)
-    log = _log(trainer.folder, fence, memory)
-    if settings.logs_steps:
-        storage = Storage(writer, None, publisher)
-        return storage, LogQueue(log, trainer, storage)
-    makes_images = live.attached.is_on_host
-    replica = _replica(settings, live, log, makes_images=makes_images)
-    undo.callback(replica.stop)
-    storage = Storage(writer, replica, publisher)
-    return storage, ReplicaQueue(log, trainer, storage, replica, makes_images=makes_images)
-
-
 def _recorder(
-    settings: Settings,
-    live: Live,
-    fence: Fence,
-    ranks: Ranks,
-    hook: HookState | None,
-    scaling: Scaling,
-    memory: Memory,
+    asked: Asked, live: Live, ranks: Ranks, scaling: Scaling, incarnation: Incarnation
 ) -> Recorder:
-    attached = live.attached
-    peers = () if settings.strategy == "survivors" else memory.peers.made
-    replicas = attached.replicas
+    settings, attached, strategy = asked.settings, live.attached, strategy_of(asked.settings)
+    memory, replicas = incarnation.memory, live.attached.replicas
+    peers = memory.peers.made
     reducer: Reducer
-    if replicas is not None and settings.logs_steps:
+    if replicas is not None and strategy.logs_steps:
         of_group = [dist.get_group_rank(replicas.group, peer) for peer in peers]
         bound = settings.compressor.bind(
             attached.exchanged, live.residual, replicas.group, of_group
@@ -378,17 +225,18 @@ def _recorder(
     else:
         group = ranks.training_group
         reducer = settings.compressor.bind(attached.layout, live.residual, group, peers)
-    is_replayed = settings.strategy != "survivors"
-    recorded = RecordedGradients(attached, hook, reducer, scaling, live.residual)
+    gradients = Gradients(attached, asked.hook)
+    if strategy.is_replayed:
+        gradients = RecordedGradients(attached, asked.hook, reducer, scaling, live.residual)
     return Recorder(
         live,
         reducer,
-        recorded if is_replayed else Gradients(attached, hook),
+        gradients,
         scaling,
-        Proofs(attached, fence, ranks, is_replayed=is_replayed),
-        watches=settings.watch if is_replayed else "",
+        Proofs(attached, incarnation.fence, ranks, is_replayed=strategy.is_replayed),
+        watches=settings.watch if strategy.is_replayed else "",
         most_calls=memory.optimizer_steps,
-        is_replayed=is_replayed,
+        is_replayed=strategy.is_replayed,
         peers=peers,
     )
 

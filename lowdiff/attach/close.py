@@ -87,7 +87,7 @@ def _secure(opened: Opened) -> float:
         session.hear(_HEAR_SECONDS)
     aim = step = session.committed_step
     with suppress(Exception):  # a survivor has saved the live state by now, if it could
-        aim = session.secure(takes_live=opened.survivor is None)
+        aim = session.secure(takes_live=not opened.protection.saves_live)
     while queue.durable_step < aim and time.monotonic() < deadline:
         if queue.attend().writer.error:
             break
@@ -117,10 +117,9 @@ def _remove_staging(opened: Opened, status: WriterStatus) -> None:
         session.committed_step = session.step
         shares = opened.ranks.gather(status.durable_snapshot >= session.step)
         if all(shares):
-            if opened.copies is not None:
-                # Where nodes have disks of their own, a node that is lost later takes its shares along.
-                sees_all = opened.ranks.gather(_sees_all_shares(opened, status))
-                opened.copies.close(removes=all(sees_all))
+            # Where nodes have disks of their own, a node that is lost later takes its shares along.
+            sees_all = opened.ranks.gather(_sees_all_shares(opened, status))
+            opened.protection.close(removes=all(sees_all))
             opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
@@ -155,8 +154,7 @@ def release(opened: Opened) -> None:
     publisher = opened.session.storage.publisher
     if publisher is not None:
         publisher.orphan()
-    if opened.copies is not None:
-        opened.copies.close(removes=False)
+    opened.protection.close(removes=False)
     opened.ranks.close()
     opened.staging.release()
     opened.lock.release()
@@ -180,8 +178,7 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
     why = why or any_rank(_failure_of_snapshot(opened))
     if why:
-        if opened.survivor is not None:
-            opened.survivor.save(why)
+        opened.protection.save(why)
         Code.NO_LAST_SNAPSHOT.warn(
             f"no last snapshot is taken: {why}; the next attach resumes with the help of what "
             f"{opened.staging.folder.root} holds"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,20 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from lowdiff.attach.begin import Opened, begin
-from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
+from lowdiff.attach.begin import Incarnation, Opened, begin
+from lowdiff.attach.found import Asked, Found, Recovered, find
 from lowdiff.attach.lost_steps import lost_until, settle_lost_steps
-from lowdiff.attach.memory import agree_on_memory, node_of
-from lowdiff.attach.past import past_of
-from lowdiff.attach.resume import Start, class_of, load_start
-from lowdiff.attach.together import Wish, recover_together, say_what_is_left, source_of
+from lowdiff.attach.memory import agree_on_memory
+from lowdiff.attach.resume import class_of, load_start
+from lowdiff.attach.together import recover_together, say_what_is_left, source_of
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging import constant_images
-from lowdiff.commit.standby import Node
 from lowdiff.compressors import refuse_unknown
 from lowdiff.core.events import Code
-from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
 from lowdiff.model.averages import followed_names
@@ -37,8 +33,6 @@ from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.sharding import is_sharded, refuse_ranks_outside
 from lowdiff.model.tracked import Given, watch
 from lowdiff.persistence.files.trust import check_folder
-from lowdiff.persistence.retention.collect import retention_locked
-from lowdiff.persistence.run.catalog import Catalog, next_incarnation, scan
 from lowdiff.persistence.run.fences import (
     new_life,
     refuse_strange_entries,
@@ -47,20 +41,13 @@ from lowdiff.persistence.run.fences import (
 )
 from lowdiff.persistence.run.frozen_parameters import write_constants
 from lowdiff.persistence.run.journal import write_policy
-from lowdiff.persistence.writer.handle import WaitingWriter
-from lowdiff.recovery.replay.optimizers import (
-    is_registered,
-    refuse_what_a_replica_lacks,
-    settle_kernels,
-)
+from lowdiff.protect import strategy_of
+from lowdiff.recovery.replay.optimizers import is_registered, settle_kernels
 from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.settings import Settings
-from lowdiff.step.ddp_hook import HookState
-from lowdiff.tuner.side_by_side import REPLICA_SECONDS_PER_ELEMENT
-from lowdiff.types import Decision, Fence, Origin
+from lowdiff.types import Fence
+from lowdiff.version import __version__
 
-#: So few take a quarter of a second.
-_FAST_REPLICA_ELEMENTS = 20_000_000
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -122,25 +109,15 @@ def _is_on_the_way(run: Path, file: object) -> bool:
 
 
 def open_session(
-    settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    ranks: Ranks,
-    hook: HookState | None,
-    wish: Wish,
-    *,
-    waiting: WaitingWriter | None = None,
+    asked: Asked, attached: Attached, stateful: Mapping[str, Stateful], ranks: Ranks
 ) -> Opened:
-    """Begin an incarnation on every rank together; with a writer that waits for it, if there is one.
+    """Begin an incarnation on every rank together.
 
     Args:
-        settings: Of the run.
+        asked: What the trainer asks for.
         attached: What is trained.
         stateful: What is attached besides.
         ranks: Those that train it.
-        hook: Of DDP or FSDP; None where neither has one.
-        wish: What is to be restored.
-        waiting: A writer that was started before.
 
     Raises:
         RunInUse: If a live trainer holds the run.
@@ -149,29 +126,10 @@ def open_session(
         StorageError: If the run folder or staging memory is full, read-only or broken.
     """
     settle_kernels()
+    settings = asked.settings
     with _named_disk_errors(settings), ExitStack() as undo:
         with ranks.together():
-            check_folder(settings.staging_root)
-            if attached.is_sharded:
-                _refuse_sharded(settings, attached, stateful)
-            given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
-            refuse_unknown(settings.compressor)
-            # Refuses what it cannot take.
-            kept = settings.compressor.residual_layout(attached.exchanged)
-            if settings.replicates_residual and not kept.parameters:
-                raise ConfigError(
-                    f'residual="replicated" has nothing to send: {settings.compressor.name} keeps no '
-                    "error feedback of this model; leave it out, and a node may be lost all the same"
-                )
-            _refuse_registered(settings, attached, ranks.world_size)
-            if ranks.rank == 0:
-                _name_slow_replica(settings, attached, ranks.world_size)
-                _name_frozen(attached)
-            if settings.has_several_steps and not attached.is_on_host:
-                raise ConfigError(
-                    'optimizer_steps="any" works on CPUs only so far, and the model is on '
-                    f"{attached.device}: call commit() after each optimizer.step()"
-                )
+            given = _accepted(settings, attached, stateful, ranks)
         modes: dict[str, object] = {"watch": settings.watch}
         modes["optimizer_steps"] = settings.optimizer_steps
         modes["lost_steps"] = settings.lost_steps
@@ -183,80 +141,59 @@ def open_session(
         with ranks.together():
             refuse_strange_entries(settings.folder)
             lock.acquire()
-        run_id, stages, is_in_store = agreed_run(settings, ranks)
-        past = past_of(settings, ranks, run_id, stages)
-        node = node_of(settings, ranks)
         with ExitStack() as held:
-            # Retention removes nothing meanwhile: what is recovered must still be there when the
-            # fences say that it is the base.
-            wait, folder = settings.lock_seconds, settings.folder
-            with ranks.together():
-                held.enter_context(retention_locked(folder, timeout_seconds=wait, shared=True))
-            imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
-            roots = [settings.staging_root, imported]
-            share_files(settings, ranks, run_id, imported)
-            if is_in_store:
-                is_left = wish.restore == "none"
-                fetch_from_store(settings, ranks, wish.own_step, fences_only=is_left)
-                share_files(settings, ranks, run_id, imported)
-            with ranks.together():
-                catalog = scan(settings.folder, roots)
-                number = next_incarnation(settings.folder, run_id, roots)
-            left = shared_out(settings, ranks, run_id, stages)
-            with ranks.together():
-                is_alone = ranks.world_size == 1
-                source = source_of(settings, attached, catalog, wish, is_alone=is_alone)
-            state = None
-            clock = RecoveryClock()
-            if source.restore != "none":
-                state = recover_together(source, attached, ranks, clock)
-            past.facts.update(clock.facts(state))
-            lost_tail = None
-            if state is not None and source.restore == "all" and source.step is None:
-                until = lost_until(ranks, catalog, lock.reached, state)
-                if until is not None:
-                    state, lost_tail = settle_lost_steps(
-                        settings, attached, catalog, ranks, state, until
-                    )
-            with ranks.together():
-                start = load_start(settings, given, ranks, state, source.restore)
-                say_what_is_left(ranks, catalog, wish, start.step, continues=start.continues)
-                if lock.is_lost(look=True):  # recovery may have taken hours
-                    raise lock.taken_over()
-            origin, state = source.origin(state), None  # its memory counts no more
+            found = find(asked, ranks, lock, held)
+            recovered = _recovered(asked, given, ranks, found)
             # Only now the objects tell how much they hold.
-            memory = agree_on_memory(settings, given, ranks, node, has_staged=bool(stages))
-            if lost_tail is not None and lost_tail.chosen:
-                start = replace(start, needs_snapshot=True)
-            fence = _fenced(settings, given, catalog, number, ranks, start, node, lost_tail, origin)
-        opened = begin(
-            settings, given, ranks, hook, fence, start, memory, lock, past, left, waiting
-        )
+            memory = agree_on_memory(
+                settings, given, ranks, found.node, has_staged=found.has_staged
+            )
+            fence = _fenced(settings, given, ranks, found, recovered)
+        incarnation = Incarnation(fence, recovered.start, memory)
+        opened = begin(asked, given, ranks, found, incarnation)
         undo.pop_all()
     return opened
 
 
-def _refuse_sharded(
-    settings: Settings, attached: Attached, stateful: Mapping[str, Stateful]
-) -> None:
+def _accepted(
+    settings: Settings, attached: Attached, stateful: Mapping[str, Stateful], ranks: Ranks
+) -> Given:
+    """Look at what is given, and refuse what cannot be recorded.
+
+    Raises:
+        ConfigError: Naming it, and what works instead.
+        UnsupportedModel: If an average would be copied shard by shard, or the compressor cannot take a parameter.
+        UnsupportedOptimizer: Naming an optimizer that cannot be built, or not there.
+    """
+    strategy = strategy_of(settings)
+    check_folder(settings.staging_root)
+    strategy.refuse_model(settings, attached, ranks.world_size)
+    if attached.is_sharded:
+        _refuse_sharded(settings, stateful)
+    given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
+    refuse_unknown(settings.compressor)
+    settings.compressor.residual_layout(attached.exchanged)  # refuses what it cannot take
+    for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
+        if is_registered(spec):
+            refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
+    if ranks.rank == 0:
+        strategy.warn(attached, ranks.world_size)
+        _name_frozen(attached)
+    if settings.has_several_steps and not attached.is_on_host:
+        raise ConfigError(
+            'optimizer_steps="any" works on CPUs only so far, and the model is on '
+            f"{attached.device}: call commit() after each optimizer.step()"
+        )
+    return given
+
+
+def _refuse_sharded(settings: Settings, stateful: Mapping[str, Stateful]) -> None:
     """See that a run with sharded parameters asks for nothing that only whole ones have.
 
     Raises:
         ConfigError: Naming it, and what works instead.
         UnsupportedModel: If an average would be copied shard by shard.
     """
-    if settings.strategy == "survivors":
-        raise ConfigError(
-            'strategy="survivors" needs every rank to hold the whole model; sharded parameters take '
-            'strategy="replica"'
-        )
-    if settings.logs_steps and attached.replicas is None:
-        raise ConfigError(
-            f"the compressor {settings.compressor.name!r} averages gradients over copies of the model, and "
-            "FSDP averages these by itself. Where there are copies, shard over one dimension of the mesh "
-            'and name the other: fully_shard(module, mesh=mesh["shard"]), attach(model, optimizer, '
-            'replicate=mesh["rep"]). Or leave gradients as they are: strategy="replica", no compressor'
-        )
     if settings.lost_steps == "predict":
         raise ConfigError(
             'lost_steps="predict" needs every rank to hold the whole model; with sharded parameters lost '
@@ -270,37 +207,30 @@ def _refuse_sharded(
             )
 
 
-def _refuse_registered(settings: Settings, attached: Attached, world_size: int) -> None:
-    """See that recovery, and a replica, can build every optimizer that is not torch's own.
-
-    Raises:
-        ConfigError: If a module that a replica is to import is not there.
-        UnsupportedOptimizer: Naming an optimizer that cannot be built, or not there.
-    """
-    if settings.strategy == "replica":
-        refuse_what_a_replica_lacks(attached.specs, settings.imports, world_size)
-    for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
-        if is_registered(spec):
-            refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
-
-
-def _name_slow_replica(settings: Settings, attached: Attached, world_size: int) -> None:
-    """Say what a replica costs beside an accelerator, whose steps its CPU cannot keep up with."""
-    if settings.strategy != "replica" or attached.is_on_host:
-        return
-    parameters = attached.layout.parameters
-    shares = shares_of(attached.layout, world_size)
-    largest = max(sum(parameters[i].numel for i in share) for share in shares)
-    if largest > _FAST_REPLICA_ELEMENTS:
-        seconds = REPLICA_SECONDS_PER_ELEMENT * largest
-        Code.REPLICA_ON_ACCELERATOR.warn(
-            f'strategy "replica" applies every step to a rank\'s {largest / 1e6:.0f} million elements on the CPU, '
-            f"which takes about {seconds:.1f} s by what was measured beside an H200; where steps on "
-            f"{attached.device} are shorter, training waits for it (there: 388 ms a step instead of 75). Compress "
-            "gradients, compressor=PowerSGD(4) (there: 124 ms), train on more ranks, or take "
-            'strategy="survivors", which was not run on accelerators',
-            elements=largest,
-        )
+def _recovered(asked: Asked, given: Given, ranks: Ranks, found: Found) -> Recovered:
+    """Recover what the incarnation starts from, and load it into the live objects."""
+    settings, wish, attached, catalog = asked.settings, asked.wish, given.attached, found.catalog
+    with ranks.together():
+        is_alone = ranks.world_size == 1
+        source = source_of(settings, attached, catalog, wish, is_alone=is_alone)
+    state = None
+    clock = RecoveryClock()
+    if source.restore != "none":
+        state = recover_together(source, attached, ranks, clock)
+    found.past.facts.update(clock.facts(state))
+    lost_tail = None
+    if state is not None and source.restore == "all" and source.step is None:
+        until = lost_until(ranks, catalog, found.lock.reached, state)
+        if until is not None:
+            state, lost_tail = settle_lost_steps(settings, attached, catalog, ranks, state, until)
+    with ranks.together():
+        start = load_start(settings, given, ranks, state, source.restore)
+        say_what_is_left(ranks, catalog, wish, start.step, continues=start.continues)
+        if found.lock.is_lost(look=True):  # recovery may have taken hours
+            raise found.lock.taken_over()
+    if lost_tail is not None and lost_tail.chosen:
+        start = replace(start, needs_snapshot=True)
+    return Recovered(start, lost_tail, source.origin(state))
 
 
 def _name_frozen(attached: Attached) -> None:
@@ -320,19 +250,14 @@ def _name_frozen(attached: Attached) -> None:
 
 
 def _fenced(
-    settings: Settings,
-    given: Given,
-    catalog: Catalog,
-    number: int,
-    ranks: Ranks,
-    start: Start,
-    node: Node,
-    lost_tail: Decision | None,
-    origin: Origin | None,
+    settings: Settings, given: Given, ranks: Ranks, found: Found, recovered: Recovered
 ) -> Fence:
-    """The new incarnation, whose number is free on this rank; on return every rank's fence is durable."""
+    """Return the new incarnation's fence; by then every rank's is durable."""
+    catalog, node, start = found.catalog, found.node, recovered.start
     own_names = [sorted(given.stateful), sorted(given.averages)]
-    told = ranks.gather([own_names, number, new_life(), start.built if ranks.rank == 0 else {}])
+    told = ranks.gather(
+        [own_names, found.number, new_life(), start.built if ranks.rank == 0 else {}]
+    )
     names = [theirs for theirs, *_ in told]
     if any(other != names[0] for other in names):
         raise ConfigError(
@@ -365,10 +290,12 @@ def _fenced(
         averages=followed_names(given.averages, attached.layout),
         constants=constants,
         life=life,
+        strategy=settings.strategy,
+        version=__version__,
         staging=os.path.realpath(settings.staging_root),
         frozen_shards=attached.frozen_shards.layout,
-        lost_tail=lost_tail,
-        origin=origin,
+        lost_tail=recovered.lost_tail,
+        origin=recovered.origin,
         built=built,
         draws=attached.draws,
     )

@@ -11,10 +11,9 @@ import torch
 
 from lowdiff.commit.agreement import Agreement, RankNews
 from lowdiff.commit.meter import Counters, Meter, Timed
-from lowdiff.commit.queue import Queue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
-from lowdiff.commit.storage import Look, Storage, Trainer
+from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.transforms import inside
@@ -55,8 +54,6 @@ class Session:
         live: Live,
         recorder: Recorder,
         trainer: Trainer,
-        storage: Storage,
-        queue: Queue,
         staging: Staging,
         agreement: Agreement,
         schedule: Schedule,
@@ -64,8 +61,8 @@ class Session:
         step: int,
     ) -> None:
         self.step = self.committed_step = step
-        self.queue = queue
-        self.storage = storage
+        self.queue = staging.protection.queue
+        self.storage = staging.protection.storage
         self.recorder = recorder
         self.agreement = agreement
         self.gate = StepGate()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.queue import Queue
+from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
-from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
-from lowdiff.commit.storage import Look, Storage, Trainer
+from lowdiff.commit.sinks import Ahead, Handed, Snapshot
+from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code
 from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
@@ -44,30 +44,29 @@ class Staging:
     Args:
         area: The folder.
         trainer: This rank's training.
-        storage: Its processes.
-        queue: Takes steps and images; the first of the sinks.
         live: Its residual lies there.
         measurements: So do its measurements.
-        others: Sinks that follow.
+        protection: Takes steps and images, its queue first.
+
+    Attributes:
+        protection: As given.
     """
 
     def __init__(
         self,
         area: StagingArea,
         trainer: Trainer,
-        storage: Storage,
-        queue: Queue,
         live: Live,
         measurements: MeasurementRecorder,
-        others: Sequence[Sink],
+        protection: Protection,
     ) -> None:
+        self.protection = protection
         self._area = area
         self._trainer = trainer
-        self._storage = storage
-        self._queue = queue
         self._live = live
         self._measurements = measurements
-        self._sinks = (queue, *others)
+        self._queue = protection.queue
+        self._sinks = protection.sinks
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
@@ -124,7 +123,7 @@ class Staging:
             self._renew(step)
         except (OSError, StorageError):  # whoever removes files may not have finished
             self._renew(step)
-        durable_step = self._storage.writer.read_status().durable_step
+        durable_step = self.protection.storage.writer.read_status().durable_step
         root = self._trainer.folder.root
         Code.STAGING_REMOVED.warn(
             f"somebody removed or damaged {root}, or files in it, while training uses it: "
@@ -135,7 +134,7 @@ class Staging:
         )
 
     def _renew(self, step: int) -> None:
-        self._storage.end_processes()
+        self.protection.storage.end_processes()
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._measurements.reopen()

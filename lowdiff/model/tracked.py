@@ -11,6 +11,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.model.averages import Averages, LiveAverage, find_averages
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ItemTracker, Stateful
+from lowdiff.persistence.format.values import encode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +54,16 @@ class Live:
     incarnation: int
     rank: int
     world_size: int
+
+    def all_items(self) -> dict[str, bytes]:
+        """Return every item as it is now, but frozen parameters that all snapshots share."""
+        tracker = self.tracker
+        tensors = {
+            name: encode(tensor.detach().cpu().contiguous(), name=name)
+            for name, tensor in tracker.tensors.items()
+            if not (self.shares_constants and tracker.is_as_started(name))
+        }
+        return {**tracker.committed, **tensors}
 
 
 def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:

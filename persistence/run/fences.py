@@ -28,6 +28,7 @@ from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
 from lowdiff.persistence.format.document import check_types, read_either, write_twice
 from lowdiff.types import (
     ITEM_BYTES,
+    STRATEGIES,
     Decision,
     Environment,
     Fence,
@@ -250,8 +251,15 @@ def read_fence(
 
     Raises:
         DamagedFile: If the fence is damaged, and its copy does not serve.
+        RunMismatch: If a later version of lowdiff wrote it, of a strategy that this one does not know.
     """
     document = read_either(path, damage, with_copy=with_copy)
+    strategy = document.get("strategy", "log")
+    if strategy not in STRATEGIES:
+        raise RunMismatch(
+            f"{path} names strategy {strategy!r:.40}, which this version of lowdiff does not know; the run was made "
+            f"with lowdiff {document.get('version')!s:.40}: recover it, or go on with it, with that version or a newer one"
+        )
     try:
         return _fence(document)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -305,6 +313,9 @@ def _fence(document: dict[str, Any]) -> Fence:
     if origin is not None:
         check_types(Origin, origin)
         origin = Origin(**origin)
+    if "strategy" not in document:  # of a version that told it by the compressor's name
+        of_compressor = {"dense": "replica", "averaged": "survivors"}
+        document["strategy"] = of_compressor.get(document["compressor"]["name"], "log")
     check_types(Fence, document)
     fence = Fence(
         layout=layout,

@@ -31,7 +31,7 @@ from lowdiff import compressors
 from lowdiff.compressors import dense
 from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
-from lowdiff.survivors import survivor as survivor_module
+from lowdiff.protect.survivors import survivor as survivor_module
 from lowdiff.testing import wait_until
 from tests.crash.lives import owed_by
 from tests.crash.trainings import batch, wrapped

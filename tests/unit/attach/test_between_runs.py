@@ -269,7 +269,7 @@ def test_a_new_beginning_that_dies_in_attach_leaves_the_old_history(
     def dies(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowdiff.commit.queue.LogQueue.wait_for_snapshot", dies)
+    monkeypatch.setattr("lowdiff.protect.log.queue.LogQueue.wait_for_snapshot", dies)
     with pytest.raises(KeyboardInterrupt):
         stillborn.attach(restore="none")
     monkeypatch.undo()
@@ -351,7 +351,7 @@ def test_a_commit_that_failed_can_be_repeated_and_is_whole(
         loop.step(number)
         if number == 1:
             with monkeypatch.context() as patch:
-                patch.setattr("lowdiff.commit.queue.LogQueue.stage", _out_of_space)
+                patch.setattr("lowdiff.protect.log.queue.LogQueue.stage", _out_of_space)
                 with pytest.raises(StorageError, match="no space"):
                     loop.checkpointer.commit()
         loop.checkpointer.commit()

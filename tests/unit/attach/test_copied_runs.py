@@ -108,7 +108,7 @@ def test_two_copies_that_take_one_name_at_once_do_not_share_it(
     first = Loop(tmp_path, settings=STAGED)
     first.attach()
     monkeypatch.setattr(
-        "lowdiff.attach.open.next_incarnation",
+        "lowdiff.attach.found.next_incarnation",
         lambda folder, *_: max(folder.incarnations()) + 1,
     )
     with pytest.raises(RunInUse, match="a copy of the run folder"):

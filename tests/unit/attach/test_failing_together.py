@@ -18,8 +18,8 @@ import lowdiff
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import StorageError
 from lowdiff.model.ranks import Ranks
-from lowdiff.peers.copies import Copies
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.protect.copies.copies import Copies
 from tests.crash.pool import Pool
 from tests.crash.trainings import TRAININGS
 

@@ -9,13 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from lowdiff.commit.queue import LogQueue
+from lowdiff.commit.protection import Protection
 from lowdiff.commit.sinks import Ahead, Handed, Sink
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Look, Storage, Trainer
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError
 from lowdiff.persistence.staging.status import WriterStatus
+from lowdiff.protect.log.queue import LogQueue
 from lowdiff.settings import Settings
 from lowdiff.step.states import Sealed
 from lowdiff.types import Differential, Payload, Section
@@ -89,7 +90,8 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
             seen.append(ahead)
 
     nothing: Any = SimpleNamespace()
-    staging = Staging(nothing, nothing, nothing, cast(LogQueue, Gone()), nothing, nothing, [Copy()])
+    protection = Protection(nothing, cast(LogQueue, Gone()), [Copy()])
+    staging = Staging(nothing, nothing, nothing, nothing, protection)
     reducer: Any = SimpleNamespace(payload=lambda: Payload(()))
     staging.stage_ahead(3, reducer, 0)
     assert [ahead.step for ahead in seen] == [3]

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicaImages
 from lowdiff.core.memory import byte_view
 from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.files.locks import FileLock
@@ -27,6 +26,7 @@ from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import ReplicaStatus, read_status
+from lowdiff.protect.replica.queue import ReplicaImages
 from lowdiff.recovery import recover, search
 from lowdiff.recovery.replay.replayer import replay, step_through
 from lowdiff.recovery.replica import file as replica_file

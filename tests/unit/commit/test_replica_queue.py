@@ -19,7 +19,6 @@ from torch import nn
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.commit.storage import Look
 from lowdiff.compressors import TopK
 from lowdiff.errors import StepNotFound, WriterFailed
@@ -29,6 +28,7 @@ from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus, read_status
+from lowdiff.protect.replica.queue import ReplicaQueue
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.recovery.replica.file import ReplicaFile

@@ -21,7 +21,6 @@ import lowdiff
 import lowdiff.commit.images
 import lowdiff.commit.queue
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.commit.storage import Look
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
@@ -29,6 +28,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.protect.replica.queue import ReplicaQueue
 from tests.crash.pool import Pool
 from tests.faults.victim import TinyTraining
 from tests.unit.persistence.s3_server import S3Server

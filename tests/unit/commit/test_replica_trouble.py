@@ -16,11 +16,11 @@ from torch import nn
 import lowdiff
 import lowdiff.commit.images
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicaImages, ReplicaQueue
 from lowdiff.commit.storage import Trainer
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.protect.replica.queue import ReplicaImages, ReplicaQueue
 from tests.mounts import fill, tmpfs_or_skip
 from tests.unit.commit.test_replica_queue import Life, in_trouble
 from tests.unit.persistence.made_runs import tear

@@ -18,7 +18,6 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.attach.begin import Opened
 from lowdiff.attach.close import finish
-from lowdiff.commit.queue import LogQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
 from lowdiff.persistence.files.lease import Lease
@@ -28,6 +27,7 @@ from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import WriterStatus, read_status
+from lowdiff.protect.log.queue import LogQueue
 from tests.crash.pool import Pool
 from tests.mounts import fill, tmpfs, tmpfs_or_skip
 from tests.unit.loops import Loop, small_model, wait_until, wait_until_lost

@@ -56,6 +56,7 @@ def fence(
         compressor={"name": "topk", "settings": {"density": 0.01}},
         names={"w": "w", "alias": "w"},
         life=life,
+        strategy="log",
     )
 
 

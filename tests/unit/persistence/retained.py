@@ -34,6 +34,7 @@ def fence(number: int, parent: int | None, base: int, world_size: int, rank: int
         compressor={"name": "topk"},
         names={},
         life="0" * 32,
+        strategy="log",
     )
 
 

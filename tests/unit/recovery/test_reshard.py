@@ -77,6 +77,7 @@ def state_of(layout: Layout, wholes: dict[str, torch.Tensor]) -> RecoveredState:
         {"name": "dense", "settings": {}},
         {},
         "0" * 32,
+        "replica",
     )
     state = RecoveredState(3, fence, 3, optimizers=[OptimizerState([{"lr": 0.1}], {})])
     for spec in layout.parameters:

@@ -14,10 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.compressors.feedback import Scaled
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
+from lowdiff.protect.replica.queue import ReplicaQueue
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.step.residual import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec

@@ -49,7 +49,9 @@ def fence(number: int, parent: int | None, base: int, rank: int) -> Fence:
     """A fence of one rank."""
     nowhere = Environment("cpu", "2.13.0", "", "", 1, False, "", "float32", "highest")
     identity = RUN, number, parent, base, rank, WORLD_SIZE
-    return Fence(*identity, nowhere, Layout(()), (), {"name": "none"}, {}, life="0" * 32)
+    return Fence(
+        *identity, nowhere, Layout(()), (), {"name": "none"}, {}, life="0" * 32, strategy="log"
+    )
 
 
 def record(number: int, rank: int, step: int) -> StoredRecord:

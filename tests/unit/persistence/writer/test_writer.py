@@ -169,6 +169,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
             {"name": "topk"},
             {},
             life="0" * 32,
+            strategy="log",
         ),
     )
     log = log_of(settings)

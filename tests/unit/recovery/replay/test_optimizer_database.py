@@ -67,6 +67,7 @@ def fence_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Fence:
         compressor={},
         names={},
         life="0" * 32,
+        strategy="log",
     )
 
 

@@ -91,6 +91,7 @@ class Live:
             compressor={"name": "dense", "settings": {"reproducible": False}},
             names=attached.names,
             life="0" * 32,
+            strategy="replica",
         )
         self._attached = attached
         self._step(0)  # so that the optimizer has state

@@ -170,15 +170,14 @@ def test_an_image_that_was_saved_over_does_not_stop_the_writer(tmp_path: Path) -
     for number in range(3):
         loop.step(number)
         loop.checkpointer.commit()
-    survivor = parts_of(loop.checkpointer).survivor
-    assert survivor is not None
+    protection = parts_of(loop.checkpointer).protection
     blocked = tmp_path / "run/snapshots/i000000-s0000000003/rank-0000.safetensors.partial"
     blocked.mkdir(parents=True)
-    survivor.save("an alarm")
+    protection.save("an alarm")
     wait_until(lambda: loop.checkpointer.stats()["writer_error"])
     loop.step(3)
     loop.checkpointer.commit()
-    survivor.save("another one")
+    protection.save("another one")
     blocked.rmdir()
     wait_until(lambda: loop.checkpointer.stats()["durable_snapshot"] == 4)
     wait_until(lambda: not loop.checkpointer.stats()["writer_error"])

@@ -22,7 +22,7 @@ from types import TracebackType
 from lowdiff.commit.session import Session
 from lowdiff.core.events import Code
 from lowdiff.core.waiting import waits_for_ranks
-from lowdiff.survivors.survivor import Survivor
+from lowdiff.protect.survivors.survivor import Survivor
 
 _LOOK_SECONDS = 0.25
 #: After SIGTERM the main thread has so long to reach a commit or an end of its own: where another rank died, and

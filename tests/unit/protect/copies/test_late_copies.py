@@ -18,13 +18,13 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.errors import RankLost
-from lowdiff.peers.line import Head, Receiver
-from lowdiff.peers.note import Note
+from lowdiff.protect.copies.line import Head, Receiver
+from lowdiff.protect.copies.note import Note
 from lowdiff.testing import limits
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
-from tests.unit.peers.test_copies import Said
-from tests.unit.peers.test_sent import reaches
+from tests.unit.protect.copies.test_copies import Said
+from tests.unit.protect.copies.test_sent import reaches
 
 #: A record has it twice: the queue of this small model, of six MiB, holds one.
 _ITEM_BYTES = 5 << 19

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from crc32c import crc32c
@@ -17,9 +18,6 @@ from lowdiff.commit.staging import share_of_items
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, StorageError
 from lowdiff.model.tracked import Live
-from lowdiff.peers.line import CHUNK_BYTES, Head, Receiver, bytes_of
-from lowdiff.peers.note import Note
-from lowdiff.peers.residuals import KeptResidual
 from lowdiff.persistence.files.mapped_file import ImageMark, MappedFile
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import stage_image
@@ -33,6 +31,9 @@ from lowdiff.persistence.staging.status import (
     TrainerStatus,
     WriterStatus,
 )
+from lowdiff.protect.copies.line import CHUNK_BYTES, Head, Receiver, bytes_of
+from lowdiff.protect.copies.note import Note
+from lowdiff.protect.copies.residuals import KeptResidual
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
@@ -57,7 +58,7 @@ class Ward:
     Args:
         area: The copy's folder.
         live: This rank's training.
-        log: Takes the rank's records; None where steps are not logged.
+        log: Takes the rank's records.
         residual: Takes the rank's residuals; None where they are not sent.
 
     Attributes:
@@ -68,11 +69,13 @@ class Ward:
         makes_steps: Whether steps between two images are kept, and made here.
     """
 
+    makes_steps: ClassVar[bool] = True
+
     def __init__(
         self,
         area: StagingArea,
         live: Live,
-        log: StagingLog | None,
+        log: StagingLog,
         residual: KeptResidual | None = None,
     ) -> None:
         self.rank = area.folder.rank
@@ -83,7 +86,6 @@ class Ward:
         self._live = live
         self._log = log
         self._residual = residual
-        self.makes_steps = log is not None
         self._items: StagedItems | None = None
         #: All items as of the newest step that the rank told of.
         self._all: dict[str, bytes] = {}
@@ -107,14 +109,12 @@ class Ward:
 
     def hold_ahead(self, sections: Sequence[Section]) -> None:
         """Keep a copy of what an optimizer is about to use of the rank's share."""
-        if self._log is not None and not self._is_broken:
+        if not self._is_broken:
             self._ahead += own_copy(sections)
 
     def hold(self, step: int, sections: Sequence[Section]) -> None:
         """Keep a copy of what else the rank stores of a step, until it tells the rest."""
         ahead, self._ahead = self._ahead, []
-        if self._log is None:
-            return
         with self._changed:
             # Steps after an image count once the items of its own step are here, which may come later.
             if self._is_broken and self._image is None:
@@ -180,8 +180,7 @@ class Ward:
         self._give_up("its copy was removed", owes=False)  # a snapshot follows
         with self._writing:
             self._area.make_anew()
-            if self._log is not None:
-                self._log = self._log.anew()
+            self._log = self._log.anew()
             if self._items is not None:
                 self._items = StagedItems(self._folder, self._all)
             if self._residual is not None:
@@ -242,13 +241,13 @@ class Ward:
         self._all.update(changed)
         assert self._items is not None
         self._items.stage(note.step, changed)
-        if is_base and self._log is not None and self._residual is not None:
+        if is_base and self._residual is not None:
             # It names the residual that the incarnation begins with.
             self._log.append(RecordKind.BASE, note.step, note.scalars, (), durable_step=-1)
-        is_whole = is_base or self._log is None or self._append(note, sections)
+        is_whole = is_base or self._append(note, sections)
         with self._changed:
             self._told_step = note.step
-            if is_whole and self._log is not None and self.copied_step >= 0 and not self._is_broken:
+            if is_whole and self.copied_step >= 0 and not self._is_broken:
                 self.held_step = note.step
             self._publish()
             self._changed.notify_all()
@@ -260,16 +259,16 @@ class Ward:
             StorageError: If it is not equal to that of its rank.
         """
         sections = self._sections_of(note.step)
-        if sections is None or self._log is None:
+        if sections is None:
             return False
-        if not self._write(self._log, note, [*sections, *sent]):
+        if not self._write(note, [*sections, *sent]):
             self._give_up("there is no room for more steps before the next snapshot")
             return False
         return True
 
-    def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
+    def _write(self, note: Note, sections: Sequence[Section]) -> bool:
         """Append a record; False if there is no room."""
-        written = log.append(
+        written = self._log.append(
             RecordKind.DIFFERENTIAL,
             note.step,
             note.scalars,
@@ -411,13 +410,13 @@ class ReplicaWard(Ward):
         # Another replica may have to be started before it is taken; none is before the first step.
         return self.copied_step >= 0 and self._replica_status().image_step < self.copied_step
 
-    def _write(self, log: StagingLog, note: Note, sections: Sequence[Section]) -> bool:
+    def _write(self, note: Note, sections: Sequence[Section]) -> bool:
         """See `Ward`: waits for the replica to make room; without a state it has no use for steps."""
         write, status = super()._write, self._replica_status()
         if status.asks_for_image(self.copied_step):
             self._give_up(f"its replica here has no state: {status.error}")
             return False
-        return self._waits_for(lambda: write(log, note, sections), _PATIENCE_SECONDS)
+        return self._waits_for(lambda: write(note, sections), _PATIENCE_SECONDS)
 
     def _free_step(self) -> int:
         return self._replica_status().consumed_step
@@ -460,11 +459,7 @@ class SentWard(ReplicaWard):
     optimizer state: three times as much with Adam.)
     """
 
-    def __init__(
-        self, area: StagingArea, live: Live, log: StagingLog, replica: ReplicaProcess
-    ) -> None:
-        super().__init__(area, live, log, replica)
-        self.makes_steps = False
+    makes_steps = False
 
     def stage_image(self, sealed: Sealed) -> None:
         """See `Ward`: the rank sends it."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,12 +20,12 @@ import torch
 from lowdiff.commit.sinks import Ahead, Handed, Sink
 from lowdiff.commit.storage import Look
 from lowdiff.core.events import Code
+from lowdiff.core.placement import Node
 from lowdiff.errors import StorageError
 from lowdiff.model.items import FrozenSamples
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
 from lowdiff.recovery.replica.inheritance import ItemSums
@@ -33,30 +33,6 @@ from lowdiff.recovery.replica.inheritance import ItemSums
 _place, _written = torch.Tensor.data_ptr, attrgetter("_version")
 #: Parameters of which a few elements are compared.
 _NUM_SAMPLED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """This rank's node, and all others.
-
-    Attributes:
-        rank: This rank.
-        of_rank: The node of each rank, numbered in the order of their first ranks.
-    """
-
-    rank: int
-    of_rank: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        """Lowest rank of the node: what is saved for ranks on other nodes lies in its staging folder."""
-        return self.of_rank.index(self.of_rank[self.rank])
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """Ranks on other nodes."""
-        own = self.of_rank[self.rank]
-        return tuple(rank for rank, node in enumerate(self.of_rank) if node != own)
 
 
 class Standby(Sink):
@@ -68,7 +44,7 @@ class Standby(Sink):
         folder: The rank's staging folder.
         live: The training.
         node: For which ranks on other nodes a share may have to be saved here.
-        image_bytes: Memory to set aside for each share that is saved; 0 to take it when it is needed.
+        image_bytes: Memory to set aside for each share that is saved.
 
     Attributes:
         page: What this rank's survivor tells the others.
@@ -113,7 +89,6 @@ class Standby(Sink):
         self._note_live()
         if self.page.status.ready_step >= 0:  # a failure that was none
             self.tell(ready_step=-1)
-            self._forget_saved()
         try:
             return self._put(handed)
         except StorageError as error:
@@ -173,26 +148,18 @@ class Standby(Sink):
         # First, because staging may fail: other ranks must not take old checksums for those of the step.
         self._sums.update(record.items)
         if self._items is None or self._is_failing:
-            items = all_items(self._live)
+            items = self._live.all_items()
             self._sums.update(items)
             self._items = StagedItems(self._folder, items)
         size = self._items.stage(record.step, record.items)
         self._is_failing = False
         return replace(handed, staged_bytes=handed.staged_bytes + size)
 
-    def _forget_saved(self) -> None:
-        """Give memory back that was not set aside."""
-        folder = self._folder
-        if not self._image_bytes:
-            for path in (folder.survivor_saved, folder.survivor_image, *folder.guest_files()):
-                path.unlink(missing_ok=True)
-
     def _set_aside(self) -> None:
         folder = self._folder
-        if self._image_bytes:
-            MappedFile(folder.survivor_image, self._image_bytes)
-            for rank in self.node.others if self.node.first == self._live.rank else ():
-                MappedFile(folder.guest(rank), self._image_bytes)
+        MappedFile(folder.survivor_image, self._image_bytes)
+        for rank in self.node.others if self.node.first == self._live.rank else ():
+            MappedFile(folder.guest(rank), self._image_bytes)
         self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
 
     def _look(self) -> list[object]:
@@ -211,14 +178,3 @@ class Standby(Sink):
         others = (value for value in values if not isinstance(value, torch.Tensor))
         plain = (value if isinstance(value, int | float) else id(value) for value in others)
         return [*map(_place, tensors), *map(_written, tensors), *plain]
-
-
-def all_items(live: Live) -> dict[str, bytes]:
-    """Return every item of a rank as it is now, but frozen parameters that all snapshots share."""
-    tracker = live.tracker
-    tensors = {
-        name: encode(tensor.detach().cpu().contiguous(), name=name)
-        for name, tensor in tracker.tensors.items()
-        if not (live.shares_constants and tracker.is_as_started(name))
-    }
-    return {**tracker.committed, **tensors}

@@ -22,7 +22,7 @@ from lowdiff.protocols import Compressor
 from lowdiff.testing import kill, wait_until
 from tests.crash.lives import owed_by
 from tests.crash.pool import Pool
-from tests.unit.peers.test_copies import Said, Training, remove_while_used
+from tests.unit.protect.copies.test_copies import Said, Training, remove_while_used
 
 COMPRESSORS: list[Compressor] = [TopK(0.1), PowerSGD(1, dense_below=8)]
 

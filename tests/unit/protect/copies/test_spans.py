@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowdiff.peers.spans import Spans
+from lowdiff.protect.copies.spans import Spans
 
 
 class Told:

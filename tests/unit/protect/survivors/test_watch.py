@@ -16,7 +16,7 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.core.waiting import wait_for_ranks
 from lowdiff.errors import ConfigError
-from lowdiff.survivors.watch import Pace
+from lowdiff.protect.survivors.watch import Pace
 from tests.unit.loops import Loop, wait_until
 
 SURVIVORS: dict[str, Any] = {"compressor": None, "strategy": "survivors"}

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import fully_shard
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.core.placement import Peers, peers_of
 from lowdiff.errors import ConfigError
-from lowdiff.peers.line import Sender
-from lowdiff.peers.placement import Peers, peers_of
 from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.protect.copies.line import Sender
 from lowdiff.testing import wait_until
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch
-from tests.unit.peers.test_copies import Said, remove_while_used
+from tests.unit.protect.copies.test_copies import Said, remove_while_used
 
 _WIDTH = 256
 #: Elements of one rank's shards.

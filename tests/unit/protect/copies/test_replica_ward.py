@@ -16,20 +16,21 @@ import pytest
 
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.model.tracked import Live
-from lowdiff.peers import wards
-from lowdiff.peers.line import Receiver
-from lowdiff.peers.note import Note
-from lowdiff.peers.wards import ReplicaWard, Ward
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus
+from lowdiff.protect.copies import wards
+from lowdiff.protect.copies.copies import Copies
+from lowdiff.protect.copies.line import Receiver
+from lowdiff.protect.copies.note import Note
+from lowdiff.protect.copies.wards import ReplicaWard, Ward
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.step.states import Sealed
 from lowdiff.testing import parts_of, wait_until
 from tests.crash.pool import Pool
-from tests.unit.peers.test_copies import Said, Training
-from tests.unit.peers.test_replicated import is_held
+from tests.unit.protect.copies.test_copies import Said, Training
+from tests.unit.protect.copies.test_replicated import is_held
 
 
 def test_no_image_is_made_with_items_of_an_earlier_step(
@@ -63,7 +64,7 @@ def test_an_image_that_is_written_over_is_not_published_meanwhile(
     """The rank tells its items of step 1 only while the image of step 2 is made, in the same slot."""
     folder = StagingFolder.copy_of(tmp_path / "staging", "0" * 32, 0, 1, 0)
     area = StagingArea(folder, RunFolder(tmp_path / "run"), "0" * 32)
-    ward = Ward(area, cast("Live", SimpleNamespace(rank=0)), None)
+    ward = Ward(area, cast("Live", SimpleNamespace(rank=0)), cast("StagingLog", None))
 
     def tell(step: int) -> None:
         message = Note(step, False, encode({"items": {}}), [], 0, {})
@@ -149,8 +150,8 @@ def forgetful(rank: int, world_size: int, folder: str) -> tuple[list[str], int]:
     training.train(0, 1, 2)
     wait_until(training.checkpointer, partial(is_held, 3))
     if rank == 0:
-        copies = parts_of(training.checkpointer).copies
-        assert copies is not None
+        sinks = parts_of(training.checkpointer).protection.sinks
+        (copies,) = (sink for sink in sinks if isinstance(sink, Copies))
         (ward,) = copies.wards
         assert isinstance(ward, ReplicaWard)
         (copy,) = (s for s in StagingFolder.all(training.staging) if s.keeper is not None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +15,8 @@ from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.settings import ReplicaSettings
-from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
-from lowdiff.recovery.state import SCALAR_STATE
-from lowdiff.settings import Settings
-from lowdiff.types import Differential, OptimizerSpec, Section
+from lowdiff.types import Differential, Section
 
 _ROOM = "the replica to make room"
 
@@ -399,32 +393,3 @@ class ReplicaQueue(Queue):
             )
         self._is_dropping = self.images.is_owed = self.images.is_needed = True
         self._trainer.counters.dropped_steps += 1
-
-
-def replica_settings(
-    settings: Settings,
-    log: StagingLog,
-    world_size: int,
-    *,
-    makes_images: bool,
-    specs: Sequence[OptimizerSpec],
-) -> ReplicaSettings:
-    """Settings of a rank's replica, which reads ``log``."""
-    kept = (settings.retention and settings.retention.every_steps) or 0
-    return ReplicaSettings(
-        run=str(settings.run),
-        staging_root=str(log.folder.root.parents[1]),
-        run_id=log.folder.run_id,
-        incarnation=log.folder.incarnation,
-        rank=log.folder.rank,
-        keeper=log.folder.keeper,
-        world_size=world_size,
-        trainer_pid=os.getpid(),
-        image_every=settings.snapshot_every if makes_images else 0,
-        keep_every=kept if makes_images else 0,
-        waits=settings.backpressure == "block",
-        imports=settings.imports,
-        optimizers=tuple(registrations(specs)),
-        scalar_state=tuple(sorted(SCALAR_STATE)),
-        import_path=tuple(map(os.path.abspath, sys.path)) if settings.imports else (),
-    )

@@ -15,14 +15,14 @@ from crc32c import crc32c
 from lowdiff.compressors.feedback import Scaled
 from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import RankLost
-from lowdiff.peers.line import Receiver, Sender
-from lowdiff.peers.residuals import KeptResidual, Outgoing, Part, Plan
-from lowdiff.peers.spans import Spans
+from lowdiff.protect.copies.line import Receiver, Sender
+from lowdiff.protect.copies.residuals import KeptResidual, Outgoing, Part, Plan
+from lowdiff.protect.copies.spans import Spans
 from lowdiff.step.residual import StagedResidual, read_residual
 from lowdiff.testing import limits
 from lowdiff.types import Layout, ParameterSpec, ResidualLayout, ResidualMark
 from tests.crash.pool import Pool
-from tests.unit.peers.test_spans import Told
+from tests.unit.protect.copies.test_spans import Told
 
 LAYOUT = Layout(
     (

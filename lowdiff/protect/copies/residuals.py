@@ -20,9 +20,9 @@ from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
 from lowdiff.core.events import Code
 from lowdiff.core.memory import byte_view
 from lowdiff.errors import RankLost
-from lowdiff.peers.schedule import LinkMeter, schedule
-from lowdiff.peers.spans import Spans
 from lowdiff.persistence.staging.residual_slots import ResidualSlots
+from lowdiff.protect.copies.schedule import LinkMeter, schedule
+from lowdiff.protect.copies.spans import Spans
 from lowdiff.types import Layout, ResidualLayout, ResidualMark
 
 #: Of two parts, one is sent while the other is received.

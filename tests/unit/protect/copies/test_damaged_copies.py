@@ -16,7 +16,7 @@ from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import SavedStatus, read_status
 from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool
-from tests.unit.peers.test_copies import Said, Training
+from tests.unit.protect.copies.test_copies import Said, Training
 
 
 def lived(rank: int, world_size: int, folder: str, *steps: int) -> tuple[int, list[str]]:

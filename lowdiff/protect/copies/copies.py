@@ -26,13 +26,13 @@ from lowdiff.commit.meter import Counters
 from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
 from lowdiff.commit.storage import Look
 from lowdiff.compressors.collectives import leave
-from lowdiff.peers.line import Receiver, Sender
-from lowdiff.peers.note import Note
-from lowdiff.peers.residuals import Outgoing
-from lowdiff.peers.spans import Spans
-from lowdiff.peers.wards import ReplicaWard, Ward, own_copy
 from lowdiff.persistence.files.mapped_file import mapped_privately
 from lowdiff.persistence.format.differentials import numbered, sections_of, written_sections
+from lowdiff.protect.copies.line import Receiver, Sender
+from lowdiff.protect.copies.note import Note
+from lowdiff.protect.copies.residuals import Outgoing
+from lowdiff.protect.copies.spans import Spans
+from lowdiff.protect.copies.wards import ReplicaWard, Ward, own_copy
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
 

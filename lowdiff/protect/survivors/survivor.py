@@ -28,7 +28,6 @@ import torch
 
 from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.staging import share_of_items
-from lowdiff.commit.standby import Standby
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
@@ -44,6 +43,7 @@ from lowdiff.persistence.staging.status import (
     SurvivorStatus,
     read_status,
 )
+from lowdiff.protect.survivors.standby import Standby
 from lowdiff.recovery.replica.inheritance import alike_bits, items_of_dead
 from lowdiff.step.states import Sealed
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.errors import ConfigError
-from lowdiff.peers.schedule import Chunk, Link, schedule
+from lowdiff.protect.copies.schedule import Chunk, Link, schedule
 
 #: 100 bytes a second, after a tenth of a second: a part of 40 bytes takes half a second.
 LINK = Link(100.0, 0.1)

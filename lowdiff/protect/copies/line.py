@@ -22,7 +22,7 @@ from crc32c import crc32c
 
 from lowdiff.core.memory import array_of, byte_view
 from lowdiff.errors import RankLost
-from lowdiff.peers.residuals import Outgoing, Part
+from lowdiff.protect.copies.residuals import Outgoing, Part
 from lowdiff.types import ResidualMark
 
 #: At most so much is sent at a time.

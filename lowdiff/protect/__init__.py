@@ -1,0 +1,35 @@
+"""How the steps of a run are protected: strategies by their names, and copies on other nodes around one."""
+
+from __future__ import annotations
+
+from lowdiff.errors import ConfigError
+from lowdiff.protect.copies.strategy import Copied
+from lowdiff.protect.log.strategy import LogStrategy
+from lowdiff.protect.replica.strategy import ReplicaStrategy
+from lowdiff.protect.strategy import Copyable, Strategy
+from lowdiff.protect.survivors.strategy import SurvivorsStrategy
+from lowdiff.settings import Settings
+
+_BY_NAME: dict[str, Strategy] = {
+    strategy.name: strategy for strategy in (LogStrategy(), ReplicaStrategy(), SurvivorsStrategy())
+}
+
+
+def named(name: object) -> Strategy:
+    """Return the strategy that a user chose.
+
+    Raises:
+        ConfigError: If there is none of this name.
+    """
+    if not isinstance(name, str) or name not in _BY_NAME:
+        known = ", ".join(f'"{known}"' for known in _BY_NAME)
+        raise ConfigError(f"strategy is one of {known}, or None, got {name!r}")
+    return _BY_NAME[name]
+
+
+def strategy_of(settings: Settings) -> Strategy:
+    """Return what protects a run with these settings."""
+    strategy = named(settings.strategy)
+    if settings.copies > 1 and isinstance(strategy, Copyable):
+        return Copied(strategy)
+    return strategy

@@ -1,0 +1,1 @@
+"""Strategy log: compressed differentials, every step durable."""

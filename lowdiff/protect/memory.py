@@ -1,0 +1,128 @@
+"""What a strategy's staging takes: a demand is asked, a need is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lowdiff.core.layout import shares_of
+from lowdiff.core.placement import Node, Peers
+from lowdiff.model.tracked import Given
+from lowdiff.persistence.staging.budget import StagingNeed
+from lowdiff.settings import Settings
+
+_MIN_CHUNK_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 64 << 20
+#: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
+LEAST_CHUNKS = 3
+#: Tensors of a parameter's size that an optimizer may make in its first step.
+_STATE_TENSORS = 2
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one rank's staging is to hold.
+
+    Attributes:
+        settings: Of the run.
+        given: What is trained; objects were given their state before, as they are asked for it here.
+        world_size: Number of ranks.
+        num_steps: Optimizer steps of one loop body that are kept together.
+        num_guests: Ranks on other nodes whose share may have to be saved here.
+        peers: For which ranks copies are kept.
+    """
+
+    settings: Settings
+    given: Given
+    world_size: int
+    num_steps: int
+    num_guests: int
+    peers: Peers
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Of all trained parameters."""
+        return sum(spec.nbytes for spec in self.given.attached.layout.parameters)
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """Of the parameters whose gradients this rank exchanges."""
+        return sum(spec.nbytes for spec in self.given.attached.exchanged.parameters)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of parameters, their averages and optimizer state, of which the first step may make more."""
+        optimizers = self.given.attached.optimizers
+        entries = (entry for optimizer in optimizers for entry in optimizer.state.values())
+        values = (value for entry in entries for value in entry.values())
+        held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        averages = len(self.given.averages) * self.model_bytes
+        return self.model_bytes + max(_STATE_TENSORS * self.model_bytes, held) + averages
+
+    @cached_property
+    def item_bytes(self) -> int:
+        """Of items that are tensors."""
+        return sum(tensor.nbytes for tensor in self.given.tracker.tensors.values())
+
+    @cached_property
+    def largest_share(self) -> int:
+        """Bytes of the parameters of the rank that has most."""
+        layout = self.given.attached.layout
+        parameters, shares = layout.parameters, shares_of(layout, self.world_size)
+        return max(sum(parameters[i].nbytes for i in own) for own in shares)
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the largest share of a snapshot, where ranks divide the state evenly."""
+        return int(self.largest_share * (self.state_bytes / self.model_bytes)) + self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What it takes.
+
+    Attributes:
+        staging: By kind.
+        chunk_bytes: Length of one chunk of the log.
+    """
+
+    staging: StagingNeed
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this rank may use, as all ranks agreed.
+
+    Attributes:
+        chunk_bytes: Length of one chunk of the log.
+        log_bytes: Most that all chunks may take together.
+        optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
+        image_bytes: Length of a snapshot's share.
+        node: Which ranks are on other nodes.
+        peers: For which of these it keeps copies, and which keep its own.
+    """
+
+    chunk_bytes: int
+    log_bytes: int
+    optimizer_steps: int
+    image_bytes: int
+    node: Node
+    peers: Peers
+
+
+def least_chunk(content_bytes: int = 0) -> int:
+    """Return the length of a chunk with room for what comes in one piece."""
+    return content_bytes + _MIN_CHUNK_BYTES
+
+
+def chunk_of(share_bytes: int) -> int:
+    """Return the length of a chunk that holds many records, given how long it would like to be."""
+    return min(max(share_bytes, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+
+
+def spare_chunk() -> int:
+    """Return the length of the longest chunk."""
+    return _MAX_CHUNK_BYTES

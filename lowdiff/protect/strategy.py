@@ -1,0 +1,119 @@
+"""What a strategy is: all that differs between ways to protect a run's steps.
+
+Settings, refusals, memory, processes and sinks ask one object, which is found by its name (`lowdiff/protect`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from lowdiff.commit.protection import Protection
+from lowdiff.commit.run_lock import StagingArea
+from lowdiff.compressors import Dense
+from lowdiff.errors import ConfigError
+from lowdiff.model.binding import Attached
+from lowdiff.persistence.staging.budget import StagingNeed
+from lowdiff.protect.beginning import Beginning
+from lowdiff.protect.copies.wards import Ward
+from lowdiff.protect.memory import Demand, Need
+from lowdiff.protocols import Compressor
+from lowdiff.settings import Settings
+
+#: Images of a rank's share of a snapshot that a copy has at a time.
+_NUM_COPIED = 2
+
+
+class Strategy(ABC):
+    """How the steps of a run are protected.
+
+    Attributes:
+        name: Users choose it by this name, which stands in the fences of its incarnations.
+        logs_steps: Whether every step becomes durable by itself, and gradients are averaged by a compressor.
+        is_replayed: Whether steps are replayed, by recovery or by a process beside the training.
+    """
+
+    name: str
+    logs_steps: bool = False
+    is_replayed: bool = True
+
+    @abstractmethod
+    def compressor(self, chosen: Compressor | None, *, reproducible: bool) -> Compressor:
+        """Return what averages gradients.
+
+        Args:
+            chosen: What the user gave, if anything.
+            reproducible: Whether sums are the same for any number of ranks and buckets.
+
+        Raises:
+            ConfigError: If it does not go with this strategy.
+        """
+
+    @abstractmethod
+    def refuse(self, settings: Settings) -> None:
+        """Refuse settings that do not go with this strategy.
+
+        Raises:
+            ConfigError: Saying what to change.
+        """
+
+    def refuse_model(  # noqa: B027  by default any is protected
+        self, settings: Settings, attached: Attached, world_size: int
+    ) -> None:
+        """Refuse a model or an optimizer that this strategy cannot protect.
+
+        Raises:
+            ConfigError: Naming it, and what works instead.
+            UnsupportedOptimizer: If an optimizer cannot be built elsewhere.
+        """
+
+    def warn(self, attached: Attached, world_size: int) -> None:  # noqa: B027  by default it is cheap
+        """Say what this strategy costs where it costs much; on one rank."""
+
+    @abstractmethod
+    def need(self, demand: Demand) -> Need:
+        """Return what one rank's staging takes."""
+
+    @abstractmethod
+    def protect(self, beginning: Beginning) -> Protection:
+        """Make what takes the steps of one rank.
+
+        Raises:
+            StorageError: If there is no memory.
+        """
+
+
+class Copyable(Strategy):
+    """A strategy whose steps other nodes can keep as well."""
+
+    @abstractmethod
+    def ward(self, beginning: Beginning, area: StagingArea) -> Ward:
+        """Begin to keep what a rank on another node stages, in a folder for it."""
+
+    def copy_bytes(self, staging: StagingNeed) -> int:
+        """Return what a copy of one rank's state takes on another node, beside its log."""
+        return _NUM_COPIED * staging.snapshot_bytes
+
+
+class Uncompressed(Strategy):
+    """What strategies that leave gradients as they are have in common."""
+
+    def compressor(self, chosen: Compressor | None, *, reproducible: bool) -> Compressor:
+        """See `Strategy`."""
+        if chosen is not None:
+            raise ConfigError(
+                f"strategy={self.name!r} leaves gradients as they are; give no compressor"
+            )
+        return Dense(reproducible)
+
+    def refuse(self, settings: Settings) -> None:
+        """See `Strategy`."""
+        if settings.is_tuned:
+            raise ConfigError(
+                'snapshot_every="auto" and batch_size="auto" are for strategy "log", with a compressor: '
+                "they weigh logged steps against snapshots; give a number of steps"
+            )
+        if settings.replicates_residual:
+            raise ConfigError(
+                'residual="replicated" is for strategy "log", with a compressor that has error feedback; '
+                f"strategy {self.name!r} has no residual to send, so leave it out"
+            )
