@@ -753,7 +753,7 @@ class Checkpointer:
         if opened is None or self._is_of_parent:
             return
         opened.protection.save_after_failure("training begins anew in this process")
-        opened.meter.end("failed")
+        opened.session.meter.end("failed")
         opened.session.storage.die(kills_processes=False)
         self._let_go(opened)
 

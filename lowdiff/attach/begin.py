@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler
 from lowdiff.attach.found import Asked, Found
 from lowdiff.attach.resume import Start
 from lowdiff.commit.agreement import Agreement, Health
-from lowdiff.commit.meter import Meter
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
@@ -79,7 +78,6 @@ class Opened:
         lock: On the run.
         staging: This rank's folder in staging memory.
         ranks: Those that train together.
-        meter: Measures it for the tuner.
         random_states: Items to restore when the first step begins.
     """
 
@@ -89,7 +87,6 @@ class Opened:
     lock: RunLock
     staging: StagingArea
     ranks: Ranks
-    meter: Meter
     random_states: Mapping[str, bytes]
 
 
@@ -129,6 +126,7 @@ def begin(
                 averages=Averages(given.averages, given.attached),
                 shares_constants=fence.constants != "",
                 incarnation=fence.incarnation,
+                base_step=start.step,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
@@ -137,7 +135,7 @@ def begin(
                 Beginning(trainer, live, fence, memory, starting.result(), publisher, undo, unused)
             )
             undo.callback(protection.close, removes=False)
-            meter = Meter(folder, trainer.counters)
+            meter = trainer.meter
             elements = sum(spec.numel for spec in fence.layout.parameters)
             meter.note({**found.past.facts, "elements": float(elements)})
             cadence = Cadence(trainer, protection.storage.writer, meter.recorder)
@@ -153,7 +151,7 @@ def begin(
                 live,
                 recorder,
                 trainer,
-                Staging(area, trainer, live, meter.recorder, protection),
+                Staging(area, trainer, live, protection),
                 _agreement(settings, live, ranks, found.lock),
                 Schedule(
                     cadence,
@@ -161,8 +159,6 @@ def begin(
                     is_alone=ranks.world_size == 1,
                     audited_until=_audited_until(settings, live, start.step),
                 ),
-                meter,
-                start.step,
             )
             undo.callback(session.detach)
             protection.begin(session)
@@ -178,7 +174,7 @@ def begin(
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(settings, session, protection, found.lock, area, ranks, meter, start.items)
+    return Opened(settings, session, protection, found.lock, area, ranks, start.items)
 
 
 def _writer_settings(

@@ -61,7 +61,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
     if is_last_snapshot:
         patience = _MEET_SECONDS
-    opened.meter.end("failed" if failed else "closed")
+    opened.session.meter.end("failed" if failed else "closed")
     try:
         status = session.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
     except WriterFailed as error:
@@ -141,7 +141,7 @@ def _abandon(opened: Opened) -> None:
     """End replica and writer, which would hold the run; the next attach adopts what is staged."""
     storage = opened.session.storage
     storage.stop()
-    opened.meter.end("failed")
+    opened.session.meter.end("failed")
     try:
         storage.writer.finish(_ABANDON_SECONDS)
     except WriterFailed:

@@ -57,10 +57,8 @@ class Session:
         staging: Staging,
         agreement: Agreement,
         schedule: Schedule,
-        meter: Meter,
-        step: int,
     ) -> None:
-        self.step = self.committed_step = step
+        self.step = self.committed_step = self._base_step = live.base_step
         self.queue = staging.protection.queue
         self.storage = staging.protection.storage
         self.recorder = recorder
@@ -70,13 +68,11 @@ class Session:
         self._trainer = trainer
         self._staging = staging
         self._schedule = schedule
-        self._meter = meter
         self._warned: set[tuple[Code, str | Change | None]] = set()
-        self._base_step = step
-        self._sealed = recorder.base(step)
+        self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
-        recorder.begin(step + 1)
+        recorder.begin(self.step + 1)
         self._hooks = OptimizerHooks(live.attached.optimizers, self)
         recorder.guard.last_pre_hooks = self._hooks.pre_hook_ids
         self._objects = AttachedObjects(live.attached)
@@ -100,6 +96,11 @@ class Session:
     def counters(self) -> Counters:
         """What training did and waited for."""
         return self._trainer.counters
+
+    @property
+    def meter(self) -> Meter:
+        """Measures it for the tuner."""
+        return self._trainer.meter
 
     @property
     def is_on_host(self) -> bool:
@@ -216,7 +217,7 @@ class Session:
         why = self._schedule.settle(sealed, heard, look, is_preempted=self.agreement.is_preempted)
         if why is not None:
             self._staging.snapshot(sealed, look, waits=why is Why.UNREPLAYABLE)
-        self._meter.step_done(max(0, self.committed_step - self.queue.durable_step))
+        self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 
     def _agree(self) -> tuple[RankNews, ...]:

@@ -22,7 +22,6 @@ from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
-from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.images import image_tensors, scalars_tensor
 from lowdiff.recovery.state import (
@@ -43,9 +42,8 @@ class Staging:
 
     Args:
         area: The folder.
-        trainer: This rank's training.
-        live: Its residual lies there.
-        measurements: So do its measurements.
+        trainer: This rank's training, whose measurements lie there.
+        live: Its residual lies there as well.
         protection: Takes steps and images, its queue first.
 
     Attributes:
@@ -57,14 +55,12 @@ class Staging:
         area: StagingArea,
         trainer: Trainer,
         live: Live,
-        measurements: MeasurementRecorder,
         protection: Protection,
     ) -> None:
         self.protection = protection
         self._area = area
         self._trainer = trainer
         self._live = live
-        self._measurements = measurements
         self._queue = protection.queue
         self._sinks = protection.sinks
 
@@ -137,7 +133,7 @@ class Staging:
         self.protection.storage.end_processes()
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
-        self._measurements.reopen()
+        self._trainer.meter.recorder.reopen()
         # The queue last: it starts the processes, which look for the rest.
         for sink in reversed(self._sinks):
             sink.begin_anew(step)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from lowdiff.commit.meter import Counters
+from lowdiff.commit.meter import Counters, Meter
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
@@ -188,6 +188,7 @@ class Trainer:
 
     Attributes:
         counters: What it did and waited for.
+        meter: Measures it for the tuner.
         errors: What is wrong with storage, and what the user has heard of it.
         page: What its processes, and who watches the run, are told.
     """
@@ -200,6 +201,7 @@ class Trainer:
         self.rank = rank
         self.world_size = world_size
         self.counters = Counters()
+        self.meter = Meter(folder, self.counters)
         self.errors = StorageErrors(folder, rank, settings)
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
 

@@ -42,6 +42,7 @@ class Live:
         averages: Replayed averages of the parameters.
         shares_constants: Whether frozen parameters as they were at the start are stored apart.
         incarnation: Its number.
+        base_step: The step that it starts from.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -52,6 +53,7 @@ class Live:
     averages: Averages
     shares_constants: bool
     incarnation: int
+    base_step: int
     rank: int
     world_size: int
 

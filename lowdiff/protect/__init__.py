@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowdiff.errors import ConfigError
-from lowdiff.protect.copies.strategy import Copied
+from lowdiff.protect.copied import Copied
 from lowdiff.protect.log.strategy import LogStrategy
 from lowdiff.protect.replica.strategy import ReplicaStrategy
 from lowdiff.protect.strategy import Copyable, Strategy

@@ -85,8 +85,9 @@ class Recorder:
         )
         self.step = Step(-1, 0)
 
-    def base(self, step: int) -> Sealed:
+    def base(self) -> Sealed:
         """Describe the state that an incarnation starts from, as if a step had just led to it."""
+        step = self._live.base_step
         self._live.residual.copy(step, is_first=True)
         return Sealed(
             Differential(

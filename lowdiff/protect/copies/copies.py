@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.meter import Counters
 from lowdiff.commit.sinks import Ahead, Handed, Sink, Snapshot
-from lowdiff.commit.storage import Look
+from lowdiff.commit.storage import Look, Trainer
 from lowdiff.compressors.collectives import leave
+from lowdiff.core.placement import Peers
+from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import mapped_privately
 from lowdiff.persistence.format.differentials import numbered, sections_of, written_sections
 from lowdiff.protect.copies.line import Receiver, Sender
 from lowdiff.protect.copies.note import Note
 from lowdiff.protect.copies.residuals import Outgoing
-from lowdiff.protect.copies.spans import Spans
 from lowdiff.protect.copies.wards import ReplicaWard, Ward, own_copy
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
@@ -49,12 +49,10 @@ class Copies(Sink):
 
     Args:
         group: Carries what ranks send.
-        keepers: Ranks that keep copies of what this one stages.
+        peers: Ranks that keep copies of what this one stages, and whose copies it keeps.
         wards: What this one keeps.
-        all_items: Reads all items of this rank.
-        sends_all: Whether keepers lack this rank's parameters, so that gradients and images are sent as well.
-        waits: Whether a step waits for a copy that is late; else states go on without it.
-        counters: Of the training, which waits.
+        trainer: Says whether a step waits for a copy that is late; else states go on without it.
+        live: This rank's training.
         outgoing: This rank's residuals; None if they are not sent.
 
     Attributes:
@@ -65,28 +63,26 @@ class Copies(Sink):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        keepers: Sequence[int],
+        peers: Peers,
         wards: Sequence[Ward],
-        all_items: Callable[[], Mapping[str, bytes]],
-        *,
-        sends_all: bool,
-        waits: bool,
-        counters: Counters,
-        outgoing: Outgoing | None = None,
+        trainer: Trainer,
+        live: Live,
+        outgoing: Outgoing | None,
     ) -> None:
         self.replicated_step = -1
-        self._waits, self._counters = waits, counters
+        self._waits, self._counters = not trainer.degrades, trainer.counters
         self._settled_step = -1
         self.wards = wards
-        self._all_items = all_items
-        self._sends_all = sends_all
+        self._live = live
+        #: Whether keepers lack this rank's parameters, so that gradients and images are sent as well.
+        self._sends_all = peers.sends_all
         #: Copies of what the optimizers of the open body used, where they are sent.
         self._ahead: list[Section] = []
         #: The newest step that this rank told of: where it keeps nothing, it holds no other rank back.
         self._told_step = -1
         self._group = group
         self._outgoing = outgoing
-        self._sender = Sender(group, keepers, outgoing)
+        self._sender = Sender(group, peers.keepers, outgoing)
         self._receivers = [Receiver(group, ward.rank) for ward in wards]
         self._threads = []
         for ward, receiver in zip(wards, self._receivers, strict=True):
@@ -113,14 +109,9 @@ class Copies(Sink):
         """See `Sink`."""
         return {"held": self.held_step, "copied": self.copied_step}
 
-    @property
-    def spans(self) -> Spans | None:
-        """What is to hear of exchanges; None where nothing is sent that waits for their end."""
-        return None if self._outgoing is None else self._outgoing.plan.spans
-
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`: tells what an incarnation begins with; its first snapshot follows."""
-        self._send(base.sealed, 0, self._all_items(), ())
+        self._send(base.sealed, 0, self._live.all_items(), ())
         return base
 
     def stage_ahead(self, ahead: Ahead) -> None:
@@ -135,8 +126,8 @@ class Copies(Sink):
     def stage(self, handed: Handed) -> Handed:
         """See `Sink`: tells what this rank alone has of a step, and keeps what others store of it."""
         sealed = handed.sealed
-        if self.spans is not None:
-            self.spans.committed()
+        if self._outgoing is not None:
+            self._outgoing.plan.spans.committed()
         if self._sends_all:
             ahead, self._ahead = self._ahead, []
             sections = [*ahead, *own_copy(sections_of(sealed.differential))]

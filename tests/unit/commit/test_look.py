@@ -91,7 +91,7 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
 
     nothing: Any = SimpleNamespace()
     protection = Protection(nothing, cast(LogQueue, Gone()), [Copy()])
-    staging = Staging(nothing, nothing, nothing, nothing, protection)
+    staging = Staging(nothing, nothing, nothing, protection)
     reducer: Any = SimpleNamespace(payload=lambda: Payload(()))
     staging.stage_ahead(3, reducer, 0)
     assert [ahead.step for ahead in seen] == [3]

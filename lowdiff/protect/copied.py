@@ -118,16 +118,8 @@ class CopiedProtection(Protection):
             plan = Plan(Spans(), len(peers.keepers), self._trainer.rank)
             outgoing = Outgoing(self._live.residual, plan)
             self.exchanges = plan.spans
-        self._copies = Copies(
-            own_group(ranks.training_group),
-            peers.keepers,
-            self._wards,
-            self._live.all_items,
-            sends_all=peers.sends_all,
-            waits=not self._trainer.degrades,
-            counters=self._trainer.counters,
-            outgoing=outgoing,
-        )
+        group = own_group(ranks.training_group)
+        self._copies = Copies(group, peers, self._wards, self._trainer, self._live, outgoing)
         self.sinks.append(self._copies)
 
     def wait_for_base(self, step: int) -> None:
