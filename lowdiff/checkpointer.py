@@ -51,7 +51,7 @@ from lowdiff.model.replicas import replicas_of
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.writer.handle import WaitingWriter
-from lowdiff.protect import named, strategy_of
+from lowdiff.protect import chosen, strategy_of
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
@@ -239,7 +239,7 @@ class Checkpointer:
             raise ConfigError(
                 f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
             )
-        protector = named(strategy or ("replica" if compressor is None else "log"))
+        protector = chosen(strategy, compressor)
         self._settings = Settings(
             run=user_path("run", run).absolute(),
             compressor=protector.compressor(compressor, reproducible=reproducible),

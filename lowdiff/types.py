@@ -497,6 +497,11 @@ class Fence:
         """Whether every step is kept: not where a replica uses gradients up, or none are kept."""
         return self.strategy == "log"
 
+    @property
+    def stages_steps(self) -> bool:
+        """Whether every step is in staging memory, where it outlives the processes."""
+        return self.strategy != "survivors"
+
 
 def whole_number(name: str, value: object) -> int:
     """Return a number that the user gave.

@@ -193,6 +193,27 @@ def layer_of(module: str) -> int:
     return -1
 
 
+def test_strategies_are_named_where_they_are_chosen_told_or_compared_for_users() -> None:
+    """All else asks `lowdiff.protect.strategy_of`, or the fence. (Not "log", which is an ordinary word.)"""
+    tops = ("lowdiff", "compressors", "persistence", "recovery", "tuner")
+    naming = {
+        str(path.relative_to(ROOT))
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in ("replica", "survivors")
+    }
+    elsewhere = {path for path in naming if not path.startswith("lowdiff/protect/")}
+    assert naming - elsewhere
+    assert elsewhere <= {
+        "lowdiff/types.py",  # their list
+        "persistence/run/fences.py",  # runs that named the compressor instead
+        "persistence/files/detached_process.py",  # what the process is called
+        "persistence/files/paths.py",  # and its page
+        "tuner/side_by_side.py",  # a report of all strategies
+    }
+
+
 def test_no_lower_room_holds_a_callable_of_a_higher_one(tmp_path: Path) -> None:
     """Data crosses rooms as values, behaviour as protocols: no callbacks upward."""
     model = torch.nn.Linear(4, 4)

@@ -78,7 +78,7 @@ def _tail(
         return
     newest = ranges[-1][1] if ranges else spans[-1].base
     last = died.committed if died.committed > newest else None
-    if catalog.incarnations[spans[-1].incarnation].strategy == "survivors":
+    if not catalog.incarnations[spans[-1].incarnation].stages_steps:
         why = "lost with the processes that held them"
     elif died.other:
         why = f"if any, in staging memory alone: that in {died.staging} is of {died.other}, which has the same id"
