@@ -316,6 +316,7 @@ def _fence(document: dict[str, Any]) -> Fence:
     if "strategy" not in document:  # of a version that told it by the compressor's name
         of_compressor = {"dense": "replica", "averaged": "survivors"}
         document["strategy"] = of_compressor.get(document["compressor"]["name"], "log")
+    document.setdefault("version", "")
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
