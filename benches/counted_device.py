@@ -164,15 +164,22 @@ class CountedDevice(TorchDispatchMode):
             if not devices.may_look(device):
                 self._wait()
 
-        fetched = devices.fetched
+        class Counted(devices.Fetch):
+            """Is never done before somebody waits for it."""
 
-        def from_zero(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            return [
-                torch.arange(values.numel(), dtype=values.dtype)
-                if values.dtype == torch.int64
-                else values
-                for values in fetched(tensors)
-            ]
+            def _begun(self, values: torch.Tensor) -> torch.Tensor:
+                host = torch.empty_like(values, device="cpu", pin_memory=True)
+                if not devices.may_look(values):
+                    self._events.append(mock.Mock(synchronize=wait, query=lambda: False))
+                return host.copy_(values, non_blocking=True)
+
+            def wait(self) -> list[torch.Tensor]:
+                return [
+                    torch.arange(values.numel(), dtype=values.dtype)
+                    if values.dtype == torch.int64
+                    else values
+                    for values in super().wait()
+                ]
 
         state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait, stream_id=0)
         return {
@@ -181,7 +188,7 @@ class CountedDevice(TorchDispatchMode):
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
             "settle": settle,
-            "fetched": from_zero,
+            "fetch": Counted,
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }

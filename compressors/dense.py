@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.at_hand import AtHand
 from lowdiff.compressors.changes import Known
 from lowdiff.compressors.collectives import chained, completed, reproducible_mean
 from lowdiff.compressors.of_ranks import OfRanks
@@ -115,7 +116,7 @@ def mean(
     return chained(work.get_future(), first, buffer.device)
 
 
-class DenseReducer:
+class DenseReducer(AtHand):
     """Dense bound to one run; passes on the gradients of this rank's and its peers' parameters.
 
     Args:
@@ -142,11 +143,6 @@ class DenseReducer:
         for stored in self._stored:
             stored.gradients.clear()
 
-    @property
-    def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
-        return False
-
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
@@ -167,9 +163,6 @@ class DenseReducer:
                 gradient = gradients[i]
                 if gradient is not None:
                     stored.gradients[i] = gradient.detach()
-
-    def skip(self, parameters: Collection[int]) -> None:
-        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """Return one section per gradient, named by its parameter's index; see ``Reducer.payload``.

@@ -7,7 +7,7 @@ initial ones after a restart; a sum that depends on the buckets would make a res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ def incarnation_of(stamp: int) -> int:
 class Headers:
     """Checks that every rank was at the same bucket of the same step.
 
-    `confirm` reads headers on an accelerator later, so that no exchange waits for the host.
+    `depart` reads headers on an accelerator later, so that no exchange waits for the host.
     """
 
     def __init__(self) -> None:
@@ -71,18 +71,36 @@ class Headers:
         else:
             self._unread.append((words, expected))
 
+    def depart(self) -> DepartedHeaders:
+        """Begin to read the headers that were left on an accelerator."""
+        unread, self._unread = self._unread, []
+        return DepartedHeaders(unread)
+
     def confirm(self) -> None:
-        """Check the headers that were left on an accelerator.
+        """Check the headers that were left on an accelerator; waits for them.
 
         Raises:
             UsageError: If a rank was at another step, or had another bucket.
         """
-        if self._unread:
-            heads = torch.cat([heads for heads, _ in self._unread]).cpu()
-            expected = [own for _, all_expected in self._unread for own in all_expected]
-            for head, own in zip(heads, expected, strict=True):
+        self.depart().confirm()
+
+
+class DepartedHeaders:
+    """Headers of one step on their way to the host.
+
+    Args:
+        unread: Those of an exchange, and what was expected, row by row.
+    """
+
+    def __init__(self, unread: Sequence[tuple[torch.Tensor, list[list[int]]]]) -> None:
+        self._fetch = devices.fetch([heads.flatten() for heads, _ in unread])
+        self._expected = [expected for _, expected in unread]
+
+    def confirm(self) -> None:
+        """See `Headers.confirm`."""
+        for heads, expected in zip(self._fetch.wait(), self._expected, strict=True):
+            for head, own in zip(heads.view(-1, HEADER_WORDS), expected, strict=True):
                 check_header(head, own)
-            self._unread.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

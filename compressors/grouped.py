@@ -16,7 +16,7 @@ import torch
 from lowdiff.compressors.changes import Known
 from lowdiff.compressors.dense import Dense
 from lowdiff.core.layout import Part, replica_groups
-from lowdiff.protocols import Compressor, Decoder, Reducer
+from lowdiff.protocols import Compressor, Decoder, Departed, Reducer
 from lowdiff.types import Block, Layout, Payload
 
 
@@ -57,14 +57,40 @@ class GroupedReducer:
         """See ``Reducer.payload``; a peer is a rank of the run."""
         return self._reducer.payload(None if of is None else self._peers[of])
 
-    @property
-    def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
-        return self._reducer.has_missed
+    def depart(self) -> GroupedDeparted:
+        """See ``Reducer.depart``."""
+        return GroupedDeparted(self._reducer.depart(), self._peers)
 
     def close(self) -> None:
         """See ``Reducer.close``."""
         self._reducer.close()
+
+
+class GroupedDeparted:
+    """A `Departed` of which a peer is a rank of the run.
+
+    Args:
+        departed: Of one replica group.
+        peers: See `GroupedReducer`.
+    """
+
+    def __init__(self, departed: Departed, peers: Mapping[int, int]) -> None:
+        self._departed = departed
+        self._peers = peers
+
+    @property
+    def is_here(self) -> bool:
+        """See ``Departed``."""
+        return self._departed.is_here
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Departed``."""
+        return self._departed.has_missed
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Departed``."""
+        return self._departed.payload(None if of is None else self._peers[of])
 
 
 def decoding(compressor: Compressor, layout: Layout) -> Callable[[Sequence[Payload]], Decoder]:

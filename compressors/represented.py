@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.at_hand import AtHand
 from lowdiff.compressors.changes import ChangeWarning, Known, read
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Headers, step_of
@@ -49,7 +50,7 @@ class Represented(Generic[Held]):
         self.kept.clear()
 
 
-class RepresentedReducer(ABC, Generic[Held]):
+class RepresentedReducer(AtHand, ABC, Generic[Held]):
     """Reducer of one run that holds one step's representations; see ``Reducer``.
 
     Attributes:
@@ -146,17 +147,9 @@ class RepresentedReducer(ABC, Generic[Held]):
                     stored.kept[i] = stored.held[i]
                 stored.consumed.take(i, rebuild, gradient, numbers)
 
-    @property
-    def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
-        return False
-
     def close(self) -> None:
         """See ``Reducer.close``."""
         self.lane.close()
-
-    def skip(self, parameters: Collection[int]) -> None:
-        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""

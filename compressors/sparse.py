@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.at_hand import AtHand
 from lowdiff.compressors.changes import ChangeWarning, Known, multiply
 from lowdiff.compressors.entries import StoredEntries
 from lowdiff.compressors.exchange import Headers, step_of
@@ -38,7 +39,7 @@ _SAMPLE_FROM = 1 << 15
 _SAMPLES = 1 << 15
 
 
-class SparseReducer:
+class SparseReducer(AtHand):
     """Reducer without the parts that select and exchange entries; subclasses add those.
 
     Their ``reduce`` calls `StoredEntries.select` for every parameter, and `remember_exchanged` for one
@@ -88,11 +89,6 @@ class SparseReducer:
         """Return how many entries of a parameter are exchanged in this step."""
         return self.compressor.kept(numel, self.step)
 
-    @property
-    def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
-        return False
-
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
@@ -134,9 +130,6 @@ class SparseReducer:
                 others = {i: g for i, g in enumerate(gradients) if g is not None and i not in whole}
                 stored.keep_foreign(others, self.exchanged)
                 self._warning.say(list(stored.foreign))
-
-    def skip(self, parameters: Collection[int]) -> None:
-        """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
 
     def payload(self, of: int | None = None) -> Payload:
         """Return ascending layout indices and their values; see ``Reducer.payload``."""

@@ -85,6 +85,27 @@ class ResidualStore(Protocol):
         ...
 
 
+class Departed(Protocol):
+    """What optimizers consumed in one step, on its way from the device to the host."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether payloads can be made without waiting."""
+        ...
+
+    def payload(self, of: int | None = None) -> Payload:
+        """Return a rank's share of it; waits for what is not here. See ``Reducer.payload``."""
+        ...
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether an optimizer consumed what the payload lacks; known once that was returned.
+
+        What was changed on an accelerator is noticed when the payload arrives, and then may be gone.
+        """
+        ...
+
+
 class Reducer(Protocol):
     """A compressor bound to one run: makes the averaged gradient and its payload."""
 
@@ -149,11 +170,10 @@ class Reducer(Protocol):
         """
         ...
 
-    @property
-    def has_missed(self) -> bool:
-        """Whether an optimizer consumed what the step's payload lacks; known once that was returned.
+    def depart(self) -> Departed:
+        """Begin to take off the device what was consumed in this step; nothing waits for it.
 
-        What was changed on an accelerator is noticed when the payload is copied from it, and then may be gone.
+        Until ``is_here`` the step may end, and others begin. What is here at once is read before the next ``begin``.
         """
         ...
 

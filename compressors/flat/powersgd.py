@@ -45,7 +45,7 @@ class FlatPowerSGDReducer(PowerSGDReducer):
 
     @property
     def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
+        """See ``Departed.has_missed``."""
         return self._taken.has_missed
 
     def begin(self, stamp: int) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from lowdiff.compressors.changes import Known, read
+from lowdiff.compressors.changes import Known
 from lowdiff.compressors.entries import Entries, StoredEntries
 from lowdiff.compressors.lane import share
 from lowdiff.core import devices
@@ -248,30 +248,23 @@ class Taken:
         ranks: Whose payloads are made, this rank first.
         world_size: Number of ranks.
 
-    Attributes:
-        strange: Layout indices of gradients that held entries no rank sent, once they have arrived.
-        missed: Those of them that were not copied.
     """
 
     def __init__(
         self, layout: Layout, reading: Reading, ranks: Sequence[int], world_size: int
     ) -> None:
-        self._layout = layout
         self._reading = reading
-        self._ranks = tuple(ranks)
-        self._world_size = world_size
-        self.strange: list[int] = []
-        self.missed: list[int] = []
+        self._shares = Shares(layout, tuple(ranks), world_size)
+        #: Layout indices of gradients that held entries no rank sent, in a step that has arrived.
         self._suspects: set[int] = set()
         #: Layout index -> what was exchanged of it in this step, in the order of backward passes.
         self._sent: dict[int, list[tuple[SentBucket, Place]]] = {}
         self._consumed: dict[int, _Consumed] = {}
-        self._arrived: dict[int, StoredEntries] | None = None
+        self._departure: Departure | None = None
 
     def begin(self) -> None:
         """Forget the last step, but for what was strange in it."""
-        self.strange, self.missed = [], []
-        self._sent, self._consumed, self._arrived = {}, {}, None
+        self._sent, self._consumed, self._departure = {}, {}, None
 
     def add(self, sent: SentBucket) -> None:
         """Note an exchange; it may end later, or break off."""
@@ -295,7 +288,7 @@ class Taken:
         for own in of_dtype.values():
             found |= self._read(own, factors, searches=searches)
         # A step may be tried again behind one that was broken off.
-        self._arrived, self._consumed = None, self._consumed | found
+        self._departure, self._consumed = None, self._consumed | found
 
     def _read(
         self, gradients: Mapping[int, torch.Tensor], factors: Known, *, searches: bool
@@ -313,32 +306,69 @@ class Taken:
             found = self._reading.strange(gradients, sent, partial)
             flags = dict(zip(partial, found.split(1), strict=True))
         copied = [i for i in gradients if i not in partial or i in self._suspects]
-        of_ranks = [(i, rank) for i in copied for rank in self._ranks]
-        copies = devices.copied([gradients[i][self._range(rank, i)] for i, rank in of_ranks])
+        of_ranks = [(i, rank) for i in copied for rank in self._shares.ranks]
+        copies = devices.copied([gradients[i][self._shares.of(rank, i)] for i, rank in of_ranks])
         ranges: dict[int, dict[int, torch.Tensor]] = {i: {} for i in gradients}
         for (i, rank), values in zip(of_ranks, copies, strict=True):
             ranges[i][rank] = values
         return {i: _Consumed(factors, passes[i], ranges[i], flags.get(i)) for i in gradients}
 
-    def _range(self, rank: int, parameter: int) -> slice:
-        return slice(*share(self._layout.parameters[parameter].numel, rank, self._world_size))
-
     def skip(self, parameters: Collection[int]) -> None:
         """Forget what was read of these: no optimizer has consumed it."""
+        self._departure = None
         self._consumed = {i: own for i, own in self._consumed.items() if i not in parameters}
 
-    def entries(self, rank: int) -> StoredEntries:
-        """Return what a rank stores, on the CPU; waits for what is on the device."""
-        if self._arrived is None:
-            self._arrived = self._arrive()
-        return self._arrived[rank]
+    def depart(self) -> Departure:
+        """Begin to copy to the host what the payloads take."""
+        if self._departure is None:
+            consumed = dict(sorted(self._consumed.items()))
+            self._departure = Departure(self._shares, consumed, self._suspects)
+        return self._departure
 
-    def _arrive(self) -> dict[int, StoredEntries]:
-        """Copy what the payloads take, but for gradients that are stored whole, in one go."""
-        consumed = dict(sorted(self._consumed.items()))
-        flags = {i: own.flag for i, own in consumed.items() if own.flag is not None}
-        of_ranks = [(i, rank) for i in consumed for rank in self._ranks]
-        partial = [
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What ranks store of a parameter that is divided.
+
+    Attributes:
+        layout: The parameters.
+        ranks: Whose payloads are made, this rank first.
+        world_size: Number of ranks.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    world_size: int
+
+    def of(self, rank: int, parameter: int) -> slice:
+        """Return a rank's range of a parameter."""
+        return slice(*share(self.layout.parameters[parameter].numel, rank, self.world_size))
+
+
+class Departure:
+    """What the optimizers of one step consumed, on its way to the host in one go.
+
+    Args:
+        shares: What ranks store.
+        consumed: What was read of each gradient, by ascending layout index.
+        suspects: Gets those that turn out to be strange.
+
+    Attributes:
+        strange: Layout indices of gradients that held entries no rank sent, once they have arrived.
+        missed: Those of them that were not copied.
+    """
+
+    def __init__(
+        self, shares: Shares, consumed: Mapping[int, _Consumed], suspects: set[int]
+    ) -> None:
+        self.strange: list[int] = []
+        self.missed: list[int] = []
+        self._shares = shares
+        self._consumed = consumed
+        self._suspects = suspects
+        self._flags = {i: own.flag for i, own in consumed.items() if own.flag is not None}
+        of_ranks = [(i, rank) for i in consumed for rank in shares.ranks]
+        self._partial = [
             (i, rank, sent, part)
             for i, rank in of_ranks
             if consumed[i].is_partial
@@ -350,34 +380,64 @@ class Taken:
         rounded = {
             (i, rank): values
             for i, rank in of_ranks
-            if (values := consumed[i].narrow(rank, self._range(rank, i))) is not None
+            if (values := consumed[i].narrow(rank, shares.of(rank, i))) is not None
         }
-        arrived = iter(
-            devices.fetched(
-                [
-                    *flags.values(),
-                    *whole.values(),
-                    *rounded.values(),
-                    *(_values(rank, sent, part) for _, rank, sent, part in partial),
-                    *_positions([(rank, sent, part) for _, rank, sent, part in partial]),
-                ]
-            )
+        self._whole, self._rounded = tuple(whole), tuple(rounded)
+        self._known = tuple({consumed[i].known: None for i, _ in rounded})
+        self._fetch = devices.fetch(
+            [
+                *self._flags.values(),
+                *whole.values(),
+                *rounded.values(),
+                *(
+                    f.reshape(1)
+                    for known in self._known
+                    for f in known
+                    if isinstance(f, torch.Tensor)
+                ),
+                *(_values(rank, sent, part) for _, rank, sent, part in self._partial),
+                *_positions([(rank, sent, part) for _, rank, sent, part in self._partial]),
+            ]
         )
-        self._judge({i: bool(next(arrived)) for i in flags})
-        entries = {(i, rank): (_numbers(self._range(rank, i)), next(arrived)) for i, rank in whole}
-        narrow = {of: next(arrived) for of in rounded}
-        of_parts = [next(arrived) for _ in partial]
+        self._entries: dict[int, StoredEntries] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._fetch.is_done
+
+    def entries(self, rank: int) -> StoredEntries:
+        """Return what a rank stores, on the CPU; waits for it."""
+        if self._entries is None:
+            self._entries = self._arrive(iter(self._fetch.wait()))
+        return self._entries[rank]
+
+    def _arrive(self, arrived: Iterator[torch.Tensor]) -> dict[int, StoredEntries]:
+        """Put together what the payloads take, but for gradients that are stored whole."""
+        shares, consumed = self._shares, self._consumed
+        self._judge({i: bool(next(arrived)) for i in self._flags})
+        entries = {
+            (i, rank): (_numbers(shares.of(rank, i)), next(arrived)) for i, rank in self._whole
+        }
+        narrow = {of: next(arrived) for of in self._rounded}
+        factors = {
+            known: tuple(float(next(arrived)) if isinstance(f, torch.Tensor) else f for f in known)
+            for known in self._known
+        }
+        of_parts = [next(arrived) for _ in self._partial]
         passes: dict[tuple[int, int], list[Entries]] = {}
-        for (i, rank, *_), own, positions in zip(partial, of_parts, arrived, strict=True):
+        for (i, rank, *_), own, positions in zip(self._partial, of_parts, arrived, strict=True):
             passes.setdefault((i, rank), []).append((positions, own))
         entries |= {of: _united(own) for of, own in passes.items()}
-        numbers = {known: read(known) for known in {consumed[i].known for i, _ in narrow}}
-        made = {rank: StoredEntries(self._layout, rank, self._world_size) for rank in self._ranks}
-        for i, rank in of_ranks:
-            known = numbers.get(consumed[i].known, ())
-            made[rank].put(i, entries[i, rank], narrow.get((i, rank)), known)
-            if i in self.strange and i not in self.missed:
-                made[rank].foreign[i] = consumed[i].ranges[rank]
+        made = {
+            rank: StoredEntries(shares.layout, rank, shares.world_size) for rank in shares.ranks
+        }
+        for i in consumed:
+            for rank in shares.ranks:
+                numbers = factors.get(consumed[i].known, ())
+                made[rank].put(i, entries[i, rank], narrow.get((i, rank)), numbers)
+                if i in self.strange and i not in self.missed:
+                    made[rank].foreign[i] = consumed[i].ranges[rank]
         return made
 
     def _judge(self, verdicts: Mapping[int, bool]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.changes import ChangeWarning, Known
 from lowdiff.compressors.collectives import chained, completed
-from lowdiff.compressors.exchange import Headers, Wire, assigned, gather, step_of
+from lowdiff.compressors.exchange import DepartedHeaders, Headers, Wire, assigned, gather, step_of
 from lowdiff.compressors.flat.bins import Binned, Bins, Owed
 from lowdiff.compressors.flat.selection import (
     Entries,
@@ -19,7 +19,7 @@ from lowdiff.compressors.flat.selection import (
     Table,
     table_of,
 )
-from lowdiff.compressors.flat.sent import Place, Places, Reading, SentBucket, Taken
+from lowdiff.compressors.flat.sent import Departure, Place, Places, Reading, SentBucket, Taken
 from lowdiff.compressors.of_ranks import OfRanks
 from lowdiff.compressors.sections import missed_section
 from lowdiff.compressors.topk import TopK
@@ -190,6 +190,7 @@ class FlatTopKReducer:
         self._stamp = 0
         self._headers = Headers()
         self._selection = _BucketSelection(selection, residual, self._world_size)
+        self._departed: DepartedTopK | None = None
         self._taken = Taken(layout, reading, list(self._ranks), self._world_size)
         self._warning = ChangeWarning(layout)
         self._places: dict[tuple[object, ...], Places] = {}
@@ -200,6 +201,7 @@ class FlatTopKReducer:
         self._stamp = stamp
         self._headers.begin()
         self._taken.begin()
+        self._departed = None
 
     def close(self) -> None:
         """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
@@ -256,18 +258,16 @@ class FlatTopKReducer:
         """See ``Reducer.skip``."""
         self._taken.skip(parameters)
 
+    def depart(self) -> DepartedTopK:
+        """See ``Reducer.depart``."""
+        if self._departed is None or self._departed.departure is not self._taken.depart():
+            headers, departure = self._headers.depart(), self._taken.depart()
+            self._departed = DepartedTopK(headers, departure, self._ranks, self._warning)
+        return self._departed
+
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
-        self._headers.confirm()
-        entries = self._taken.entries(self._ranks.of(of))
-        self._warning.say(self._taken.strange)
-        lacks = missed_section(self._taken.missed)
-        return Payload((*entries.sections(), *entries.foreign_sections(), *lacks))
-
-    @property
-    def has_missed(self) -> bool:
-        """See ``Reducer.has_missed``."""
-        return bool(self._taken.missed)
+        return self.depart().payload(of)
 
     def _places_of(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -285,6 +285,47 @@ class FlatTopKReducer:
                 self._places.clear()
             self._places[key] = Places.of(rows, buffer.device)
         return self._places[key]
+
+
+class DepartedTopK:
+    """What optimizers consumed in one step, on its way to the host; see ``Departed``.
+
+    Args:
+        headers: Of the step's exchanges.
+        departure: Has the entries.
+        ranks: Whose payloads are made.
+        warning: Names gradients that were changed.
+    """
+
+    def __init__(
+        self,
+        headers: DepartedHeaders,
+        departure: Departure,
+        ranks: OfRanks[int],
+        warning: ChangeWarning,
+    ) -> None:
+        self.departure = departure
+        self._headers = headers
+        self._ranks = ranks
+        self._warning = warning
+
+    @property
+    def is_here(self) -> bool:
+        """See ``Departed``."""
+        return self.departure.is_here
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Departed``."""
+        return bool(self.departure.missed)
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Departed``."""
+        self._headers.confirm()
+        entries = self.departure.entries(self._ranks.of(of))
+        self._warning.say(self.departure.strange)
+        lacks = missed_section(self.departure.missed)
+        return Payload((*entries.sections(), *entries.foreign_sections(), *lacks))
 
 
 def _rounding(

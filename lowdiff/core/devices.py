@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,28 +113,76 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of flat tensors where they are; those of one dtype are copied together."""
-    return _together(tensors, lambda joined: joined)
+class Fetch:
+    """Flat tensors on their way to the host; those of one dtype are copied together.
+
+    On CUDA a stream of its own copies them, behind what was queued before; nothing that is queued later on
+    another stream waits for it. What is copied is gathered first, so its owner may overwrite or free it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._places: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            self._places.setdefault(tensor.dtype, []).append(place)
+        joined = [torch.cat([tensors[i] for i in places]) for places in self._places.values()]
+        self._events: list[torch.cuda.Event] = []
+        self._copies = [self._begun(values) for values in joined]
+
+    def _begun(self, values: torch.Tensor) -> torch.Tensor:
+        if values.device.type != "cuda":
+            return values.cpu()
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        stream = _copying(values.device)
+        stream.wait_stream(torch.cuda.current_stream(values.device))
+        with torch.cuda.stream(stream):
+            host.copy_(values, non_blocking=True)
+        values.record_stream(stream)
+        self._events.append(stream.record_event())
+        return host
+
+    @property
+    def is_done(self) -> bool:
+        """Whether they are here."""
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return them on the CPU, once they are here."""
+        for event in self._events:
+            event.synchronize()
+        arrived: list[torch.Tensor] = [torch.empty(0)] * len(self._sizes)
+        for places, values in zip(self._places.values(), self._copies, strict=True):
+            parts = values.split([self._sizes[place] for place in places])
+            for place, part in zip(places, parts, strict=True):
+                arrived[place] = part
+        return arrived
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that copies off a device."""
+    return torch.cuda.Stream(device)
+
+
+def fetch(tensors: Sequence[torch.Tensor]) -> Fetch:
+    """Begin to copy flat tensors to the host."""
+    return Fetch(tensors)
 
 
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return flat tensors on the CPU; those of one dtype are copied together."""
-    return _together(tensors, on_host)
+    return fetch(tensors).wait()
 
 
-def _together(
-    tensors: Sequence[torch.Tensor],
-    move: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Join the tensors of each dtype, move what comes of it, and part it again."""
+def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of flat tensors where they are; those of one dtype are copied together."""
+    found = list(tensors)
     of_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         of_dtype.setdefault(tensor.dtype, []).append(place)
-    joined = [torch.cat([tensors[place] for place in places]) for places in of_dtype.values()]
-    found = list(tensors)
-    for places, values in zip(of_dtype.values(), move(joined), strict=True):
-        parts = values.split([tensors[place].numel() for place in places])
+    for places in of_dtype.values():
+        joined = torch.cat([tensors[place] for place in places])
+        parts = joined.split([tensors[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             found[place] = part
     return found

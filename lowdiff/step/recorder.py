@@ -221,7 +221,8 @@ class Recorder:
         step = self.step
         if step.state is State.SEALED:
             assert step.sealed is not None
-            step.sealed = replace(step.sealed, changes=self._changes())
+            changes = step.sealed.changes | self._changes()
+            step.sealed = replace(step.sealed, changes=changes)
             return step.sealed
         # First, because the user's objects may raise: nothing has been read once by then.
         items = self._live.tracker.changed(thorough=thorough)
@@ -234,6 +235,7 @@ class Recorder:
         step, live = self.step, self._live
         for index, verdict in step.late.items():
             step.consumed[index] = self._judged(index, step.consumed[index], verdict)
+        departed = self.reducer.depart()  # first: the rest is done meanwhile
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
         optimizers = tuple(_ended(step.consumed.get(i), now) for i, now in enumerate(live_groups))
@@ -254,7 +256,7 @@ class Recorder:
             optimizers=optimizers,
             absent=tuple(sorted(step.absent)),
             held=held,
-            payload=self.reducer.payload(),
+            payload=Payload(()),
             items=items,
             residual=live.residual.mark(),
             digests=seen.digests,
@@ -263,10 +265,8 @@ class Recorder:
             written=seen.written,
             earlier=step.earlier,
         )
-        if self.reducer.has_missed:
-            step.changes.add(Change.GRADIENT_MISSED)
         stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
-        return Sealed(
+        sealed = Sealed(
             differential,
             self._changes(),
             groups,
@@ -276,8 +276,10 @@ class Recorder:
             own=seen.own,
             other=seen.other,
             watched=seen.watched,
-            of_peers={rank: self.reducer.payload(rank) for rank in self._peers},
+            departed=departed,
+            peers=self._peers,
         )
+        return sealed.arrived() if departed.is_here else sealed
 
     def _changes(self) -> frozenset[Change]:
         """Why the record of the step under way cannot be replayed, if it has to be."""

@@ -19,11 +19,12 @@ its record would not lead to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from lowdiff.errors import UsageError
+from lowdiff.protocols import Departed
 from lowdiff.step.verdict import Verdict
 from lowdiff.types import AverageStep, Differential, EarlierStep, OptimizerStep, Payload, Written
 
@@ -86,6 +87,9 @@ class Sealed:
         other: Checksum of the share of rank ``watched``, as this rank has it.
         watched: The rank whose share this rank compares with its own.
         of_peers: What other ranks store of the step, by rank, made from this rank's memory; see `Reducer`.
+        departed: What the optimizers consumed, while it is on its way from an accelerator: payloads, and whether they
+            lack anything, are known once it has arrived. None where it is in the record.
+        peers: Ranks of which payloads are made as well.
     """
 
     differential: Differential
@@ -98,6 +102,29 @@ class Sealed:
     other: int = 0
     watched: int = 0
     of_peers: Mapping[int, Payload] = field(default_factory=dict)
+    departed: Departed | None = None
+    peers: Sequence[int] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the record is whole, or can be made so without waiting."""
+        return self.departed is None or self.departed.is_here
+
+    def arrived(self) -> Sealed:
+        """Return it with its record whole; waits for what is on its way."""
+        departed = self.departed
+        if departed is None:
+            return self
+        payload = departed.payload()
+        of_peers = {rank: departed.payload(rank) for rank in self.peers}
+        missed = {Change.GRADIENT_MISSED} if departed.has_missed else set()
+        return replace(
+            self,
+            differential=replace(self.differential, payload=payload),
+            changes=self.changes | missed,
+            of_peers=of_peers,
+            departed=None,
+        )
 
     @property
     def rebases(self) -> bool:

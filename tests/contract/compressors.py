@@ -147,7 +147,7 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
                 "averaged": [exact(a).copy() for a in averaged],
                 "consumed": kept_bits,
                 "payload": [(s.name, s.coding, s.data.copy()) for s in reducer.payload().sections],
-                "missed": reducer.has_missed,
+                "missed": reducer.depart().has_missed,
                 "residual": {n: flat(t).clone() for n, t in residual.named().items()},
             }
         )
