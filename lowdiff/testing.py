@@ -14,13 +14,18 @@ in one place.
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+import torch
 
 from lowdiff.checkpointer import Checkpointer
 from lowdiff.core import devices
@@ -28,8 +33,6 @@ from lowdiff.errors import ConfigError, UsageError
 from lowdiff.limits import PLACES
 
 if TYPE_CHECKING:
-    import torch
-
     from lowdiff.attach.begin import Opened
 
 _LOOK_SECONDS = 0.002
@@ -178,6 +181,39 @@ def whole_buckets() -> Iterator[None]:
     It counts where a reducer is bound, which ``attach`` does.
     """
     with patch.object(devices, "takes_whole_buckets", lambda _: True):
+        yield
+
+
+@contextmanager
+def late_copies(
+    *, least_seconds: float = 0.0, most_seconds: float = 0.05, seed: int = 0
+) -> Iterator[None]:
+    """Have what is copied to the host arrive late, from another thread, as from an accelerator.
+
+    Until then there is something else in its place, so who does not wait for it reads that.
+
+    Args:
+        least_seconds: How late at least.
+        most_seconds: How late at most; in between each copy is late by chance.
+        seed: Of that chance.
+    """
+    chance = random.Random(seed)
+
+    class Late(devices.Fetch):
+        def _begun(self, values: torch.Tensor) -> torch.Tensor:
+            host = torch.empty_like(values, device="cpu")
+            host.view(torch.uint8).fill_(0xFF)
+            event = threading.Event()
+
+            def arrive() -> None:
+                host.copy_(values)
+                event.set()
+
+            threading.Timer(chance.uniform(least_seconds, most_seconds), arrive).start()
+            self._events.append(SimpleNamespace(query=event.is_set, synchronize=event.wait))
+            return host
+
+    with patch.object(devices, "fetch", Late):
         yield
 
 

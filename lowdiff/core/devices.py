@@ -126,7 +126,7 @@ class Fetch:
         for place, tensor in enumerate(tensors):
             self._places.setdefault(tensor.dtype, []).append(place)
         joined = [torch.cat([tensors[i] for i in places]) for places in self._places.values()]
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[Any] = []  # with query() and synchronize(), as torch.cuda.Event has
         self._copies = [self._begun(values) for values in joined]
 
     def _begun(self, values: torch.Tensor) -> torch.Tensor:

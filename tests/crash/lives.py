@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ import lowdiff
 import lowdiff.testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.format.values import encode
+from lowdiff.protocols import LossScale
+from lowdiff.step.residual import CopiedResidual
+from lowdiff.types import Layout
 from tests.crash.pool import Pool
 from tests.crash.trainings import Builder, Training
 
@@ -69,6 +73,7 @@ def live(
     made = build(rank, world_size)
     settings = dict(settings)
     by_buckets = settings.pop("by_buckets", False)  # see `lowdiff.testing.whole_buckets`
+    is_late = settings.pop("is_late", False)  # see `as_from_an_accelerator`
     checkpointer = lowdiff.Checkpointer(
         run.format(rank=rank),
         staging=staging.format(rank=rank),
@@ -80,8 +85,21 @@ def live(
             **settings,
         },
     )
-    with lowdiff.testing.whole_buckets() if by_buckets else nullcontext():
+    with lowdiff.testing.whole_buckets() if by_buckets else nullcontext(), ExitStack() as late:
+        if is_late:
+            late.enter_context(as_from_an_accelerator(rank))
         resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
+        return _lived(made, checkpointer, resumed, rank, until, kill)
+
+
+def _lived(
+    made: Training,
+    checkpointer: lowdiff.Checkpointer,
+    resumed: int,
+    rank: int,
+    until: int,
+    kill: Kill | None,
+) -> Life:
     losses: dict[int, str] = {}
     counts = made.commits == "steps"
     for step in checkpointer.steps(until) if counts else range(resumed, until):
@@ -97,6 +115,21 @@ def live(
     state = digests(made)
     checkpointer.close()
     return Life(resumed, losses, state)
+
+
+@contextmanager
+def as_from_an_accelerator(seed: int) -> Iterator[None]:
+    """Payloads arrive late, and staging has copies of the residual, of each step: then a resume is exact."""
+
+    def copied(path: Path, layout: Layout, loss_scale: LossScale) -> CopiedResidual:
+        return CopiedResidual(path, layout, torch.device("cpu"), loss_scale)
+
+    with (
+        lowdiff.testing.late_copies(seed=seed),
+        mock.patch("lowdiff.attach.begin.StagedResidual", copied),
+        mock.patch("lowdiff.step.residual.COPIED_EVERY", 1),
+    ):
+        yield
 
 
 def owed_by(checkpointer: lowdiff.Checkpointer) -> dict[str, torch.Tensor]:

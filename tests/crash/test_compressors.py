@@ -113,6 +113,42 @@ def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, na
     assert_identical(killed, whole)
 
 
+LATE = ("topk by buckets", "topk by buckets bfloat16", "topk by buckets of 2 bits")
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=[] if (name, size) == (LATE[0], 2) else [pytest.mark.slow])
+        for name in LATE
+        for size in (1, 2, 3)
+    ],
+)
+def test_steps_that_arrive_late_come_back_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    """A step counts once it is staged, at most two steps after it ended; what a kill takes is made again."""
+    settings = {"compressor": FAMILY[name], "by_buckets": True}
+    build = TRAININGS["gpt_adamw"]
+    whole = history(
+        pool, build, tmp_path / "whole", world_size=world_size, until=STEPS, settings=settings
+    )
+    everyone = frozenset(range(world_size))
+    kills = [Kill(3, staged_by=everyone), Kill(6), Kill(9, staged_by=frozenset({0}), writers=False)]
+    killed = history(
+        pool,
+        build,
+        tmp_path / "killed",
+        world_size=world_size,
+        until=STEPS,
+        kills=kills,
+        settings={**settings, "is_late": True},
+    )
+    for kill, resumed in zip(kills, killed.resumed, strict=True):
+        assert kill.step - 3 <= resumed <= kill.step
+    assert_identical(killed, whole)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_whole_buckets_train_to_the_bits_of_single_parameters(
     pool: Pool, tmp_path: Path, world_size: int
