@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,6 +93,38 @@ class Tally:
     operators: Counter[str] = field(default_factory=Counter)
 
 
+class _CountedFetch(devices.Fetch):
+    """What was begun in an earlier step is here: a forward and a backward pass came in between."""
+
+    def __init__(self, counted: CountedDevice, tensors: Sequence[torch.Tensor]) -> None:
+        self._counted, self._step = counted, counted.step
+        super().__init__(tensors)
+
+    def _begun(self, values: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        if not devices.may_look(values):
+            self._events.append(self)
+        return host.copy_(values, non_blocking=True)
+
+    def query(self) -> bool:
+        """Whether it is done; see ``torch.cuda.Event``."""
+        return self._counted.step > self._step
+
+    def synchronize(self) -> None:
+        """Wait for it; see ``torch.cuda.Event``."""
+        if not self.query():
+            self._counted.wait()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return what arrived: of positions, numbers that are some."""
+        return [
+            torch.arange(values.numel(), dtype=values.dtype)
+            if values.dtype == torch.int64
+            else values
+            for values in super().wait()
+        ]
+
+
 class CountedDevice(TorchDispatchMode):
     """Counts operators on ``cuda:0`` while it is entered; for one thread.
 
@@ -101,6 +134,7 @@ class CountedDevice(TorchDispatchMode):
 
     Attributes:
         parts: Name of a part -> its tally; what belongs to no part is under "".
+        step: How often the tallies were begun anew.
     """
 
     def __init__(self, kernel_bytes: Mapping[str, float] | None = None) -> None:
@@ -112,6 +146,7 @@ class CountedDevice(TorchDispatchMode):
         #: Of a bucket, by the table of its matrices.
         self._elements: dict[int, int] = {}
         self.parts: dict[str, Tally] = {}
+        self.step = 0
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: set[int] = set()
@@ -125,6 +160,8 @@ class CountedDevice(TorchDispatchMode):
             # Its own asks for one element after the other.
             tolist = mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
             entered.enter_context(tolist)
+            waits = mock.patch.object(torch.accelerator, "synchronize", self.wait)
+            entered.enter_context(waits)
             stored = _torch_types()
             entered.enter_context(mock.patch.dict(stored, {FakeTensor: stored[torch.Tensor]}))
             entered.enter_context(_WithoutDriver())
@@ -149,51 +186,30 @@ class CountedDevice(TorchDispatchMode):
             self._part = before
 
     def reset(self) -> None:
-        """Begin all tallies anew."""
+        """Begin all tallies anew, of another step."""
         self.parts = {}
+        self.step += 1
 
     @property
     def _tally(self) -> Tally:
         return self.parts.setdefault(self._part, Tally())
 
     def _stand_ins(self) -> dict[str, Any]:
-        def wait(*_: object) -> None:
-            self._wait()
-
-        def settle(device: torch.device) -> None:
-            if not devices.may_look(device):
-                self._wait()
-
-        class Counted(devices.Fetch):
-            """Is never done before somebody waits for it."""
-
-            def _begun(self, values: torch.Tensor) -> torch.Tensor:
-                host = torch.empty_like(values, device="cpu", pin_memory=True)
-                if not devices.may_look(values):
-                    self._events.append(mock.Mock(synchronize=wait, query=lambda: False))
-                return host.copy_(values, non_blocking=True)
-
-            def wait(self) -> list[torch.Tensor]:
-                return [
-                    torch.arange(values.numel(), dtype=values.dtype)
-                    if values.dtype == torch.int64
-                    else values
-                    for values in super().wait()
-                ]
-
-        state, stream = torch.zeros(16, dtype=torch.uint8), mock.Mock(synchronize=wait, stream_id=0)
+        state = torch.zeros(16, dtype=torch.uint8)
+        stream = mock.Mock(synchronize=self.wait, stream_id=0)
         return {
             "is_capturing": lambda _: False,
             "name_of": lambda _: "counted",
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
-            "settle": settle,
-            "fetch": Counted,
+            "mark": lambda _: None,
+            "fetch": partial(_CountedFetch, self),
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }
 
-    def _wait(self) -> None:
+    def wait(self, *_: object) -> None:
+        """Count that the host waits."""
         self._tally.waits[_place()] += 1
 
     def __torch_dispatch__(
@@ -210,7 +226,7 @@ class CountedDevice(TorchDispatchMode):
             return args[0].fake_device
         if func in _ANSWERS:
             self._count(func, args, kwargs, [])
-            self._wait()
+            self.wait()
             return _ANSWERS[func](*args)
         is_awaited = not _flag(func, args, kwargs, "non_blocking")
         if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
@@ -218,7 +234,7 @@ class CountedDevice(TorchDispatchMode):
             self._to_host(args[0], is_awaited=is_awaited or not self._is_pinned(args[0]))
             return args[0]
         if func in _SIZED_BY_VALUES or _is_masked(func, args):
-            self._wait()
+            self.wait()
         if func in _SIZED_BY_VALUES or (func is _aten.index.Tensor and _is_masked(func, args)):
             out = _all_of(func, args)
         else:
@@ -232,7 +248,7 @@ class CountedDevice(TorchDispatchMode):
             if not isinstance(source, FakeTensor):
                 self._tally.link_bytes += source.nbytes
                 if is_awaited:
-                    self._wait()
+                    self.wait()
         return out
 
     def _at_home(
@@ -261,7 +277,7 @@ class CountedDevice(TorchDispatchMode):
         tally.num_bytes += host.nbytes
         tally.link_bytes += host.nbytes
         if is_awaited:
-            self._wait()
+            self.wait()
         with _disable_current_modes():
             if host.dtype in (torch.int32, torch.int64):
                 flat = torch.arange(host.numel(), dtype=host.dtype)

@@ -14,6 +14,7 @@ from lowdiff.commit.meter import Counters, Meter, Timed
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staged, Staging
 from lowdiff.commit.storage import Look, Trainer
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.transforms import inside
 from lowdiff.errors import UsageError
@@ -71,6 +72,7 @@ class Session:
         self._schedule = schedule
         self._warned: set[tuple[Code, str | Change | None]] = set()
         self._has_rebased = False
+        self._mark: torch.cuda.Event | None = None
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
@@ -163,6 +165,7 @@ class Session:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
         with self._timed():
             self.recorder.end(index)
+            self._mark = devices.mark(self._live.attached.device)
 
     def _timed(self) -> Timed:
         counters = self._trainer.counters
@@ -214,6 +217,7 @@ class Session:
             self.gate.leave()
 
     def _commit(self) -> None:
+        devices.follow(self._mark)  # a body may run on a stream of the user's
         look = self.keep_staging()
         with self._timed():
             heard = self._agree()

@@ -59,10 +59,15 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=None if may_look(device) else [device])
 
 
-def settle(device: torch.device) -> None:
-    """Wait until nothing is queued on a device any more, on any stream."""
-    if not may_look(device):
-        torch.accelerator.synchronize(device)
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that this thread has queued on a device by now; None where nothing is queued."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def follow(event: torch.cuda.Event | None) -> None:
+    """Have what this thread queues from now on wait for an event, on the device."""
+    if event is not None:
+        torch.cuda.current_stream(event.device).wait_event(event)
 
 
 def aside(device: torch.device) -> AbstractContextManager[object]:

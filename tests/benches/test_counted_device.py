@@ -29,8 +29,9 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "into the device": lambda x: x.copy_(torch.ones(len(x))),
     "set by a mask": lambda x: x.__setitem__(x > 1, x),
     "equal": lambda x: torch.equal(x, x),
-    "synchronize": lambda x: devices.settle(x.device),
+    "synchronize": lambda x: torch.accelerator.synchronize(x.device),
     "stream": lambda x: devices.on_host([x]),
+    "what is fetched": lambda x: devices.fetch([x]).wait(),
 }
 
 
@@ -100,7 +101,7 @@ def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> Non
         assert devices.may_look(torch.ones(3))
         assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
         assert x.sum().item() == 0
-    devices.settle(torch.device("cpu"))
+    assert devices.fetch([torch.ones(3)]).is_done
 
 
 @pytest.mark.slow
