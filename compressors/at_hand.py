@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
 
-from typing_extensions import Self
+from lowdiff.protocols import Departed
+from lowdiff.types import Payload
 
 
-class AtHand:
-    """A reducer that is its own ``Departed``: what it read lies on the host, or is waited for by ``payload``."""
+class AtHand(ABC):
+    """A reducer of which what it read lies on the host, or is waited for by ``payload``."""
 
-    @property
-    def is_here(self) -> bool:
-        """See ``Departed``."""
-        return True
-
-    @property
-    def has_missed(self) -> bool:
-        """See ``Departed``: what was changed was noticed while it was there."""
-        return False
-
-    def depart(self) -> Self:
+    def depart(self) -> Departed:
         """See ``Reducer.depart``."""
-        return self
+        return _Here(self)
 
-    def skip(self, parameters: Collection[int]) -> None:
+    @abstractmethod
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Reducer.payload``."""
+
+    def skip(self, parameters: Collection[int]) -> None:  # noqa: B027  by default nothing is undone
         """Do nothing: replay skips the step as well. See ``Reducer.skip``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """A ``Departed`` that does not travel; what was changed was noticed while it was there."""
+
+    reducer: AtHand
+    is_here: ClassVar[bool] = True
+    has_missed: ClassVar[bool] = False
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Departed``."""
+        return self.reducer.payload(of)

@@ -116,21 +116,6 @@ class Consumed:
                 return
         self._whole[parameter] = mine.detach().clone()
 
-    def put(self, parameter: int, factors: Factors) -> None:
-        """Store that a representation was consumed, multiplied by some factors; the caller has compared."""
-        self._whole.pop(parameter, None)  # a step may be tried again
-        self._represented.add(parameter)
-        self._factors[parameter] = factors
-
-    def put_whole(
-        self, parameter: int, values: torch.Tensor, *, has_representation: bool = False
-    ) -> None:
-        """Store what was consumed in this rank's range, flat; see `parameters` for a representation beside it."""
-        self._factors.pop(parameter, None)
-        self._whole[parameter] = values
-        if has_representation:
-            self._represented.add(parameter)
-
     def _factors_of(
         self,
         parameter: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
@@ -50,7 +50,7 @@ class Represented(Generic[Held]):
         self.kept.clear()
 
 
-class RepresentedReducer(AtHand, ABC, Generic[Held]):
+class RepresentedReducer(AtHand, Generic[Held]):
     """Reducer of one run that holds one step's representations; see ``Reducer``.
 
     Attributes:

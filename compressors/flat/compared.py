@@ -5,14 +5,14 @@ Verdicts stay there until the commit asks for them: no optimizer step waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from lowdiff.compressors.changes import Known, likeliest_factor
 from lowdiff.compressors.flat.matrices import Matrices
 from lowdiff.compressors.flat.matrix_operators import Products
-from lowdiff.compressors.represented import Represented
 from lowdiff.core import devices
 
 #: Entries from which an unknown factor is found, and the gradients that they are from: one may be all zeros.
@@ -20,6 +20,19 @@ _SAMPLES, _SAMPLED = 4096, 4
 #: Layout index of a matrix that was not asked for.
 _NOBODY = -1
 _Made = Sequence[tuple[Matrices, torch.Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class Suspicion:
+    """What earlier steps say of later ones.
+
+    Attributes:
+        suspects: Layout indices of gradients that were not explained once.
+        looks_for_factor: Whether an unknown factor is looked for.
+    """
+
+    suspects: set[int] = field(default_factory=set)
+    looks_for_factor: bool = False
 
 
 class Compared:
@@ -32,29 +45,25 @@ class Compared:
     Args:
         products: Compare.
         rank: Of the approximation.
-        stored: What ranks store of the step, this rank first.
-
-    Attributes:
-        has_missed: Whether a gradient was not explained, and not copied.
+        shares: Of each rank whose payload is made, this one first: its range of a parameter.
     """
 
     def __init__(
-        self, products: Products, rank: int, stored: Iterable[Represented[torch.Tensor]]
+        self, products: Products, rank: int, shares: Sequence[Callable[[int], slice]]
     ) -> None:
         self._products = products
         self._rank = rank
-        self._stored = tuple(stored)
-        self._looks_for_factor = False
-        self._suspects: set[int] = set()
+        self._shares = tuple(shares)
+        self._suspicion = Suspicion()
         self.begin()
 
     def begin(self) -> None:
         """Forget the last step, but for what was not explained in it."""
-        self.has_missed = False
         #: Layout indices, whether each differs, and by what it was multiplied.
         self._asked: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
-        #: Layout index -> the ranges that ranks store, in the order of ``stored``.
+        #: Layout index -> the ranges that ranks store, in their order: of suspects, and of what has no factors.
         self._copies: dict[int, list[torch.Tensor]] = {}
+        self._whole: dict[int, list[torch.Tensor]] = {}
         self._skipped: set[int] = set()
 
     def skip(self, parameters: Collection[int]) -> None:
@@ -80,21 +89,19 @@ class Compared:
                 self._asked.append(self._compare(own, *made[place], by))
         for i in latest:
             self._copies.pop(i, None)  # a step may be tried again
+            self._whole.pop(i, None)
             self._skipped.discard(i)
-        suspects = [i for i in latest if i in self._suspects]
+        suspects = [i for i in latest if i in self._suspicion.suspects]
         self._copies |= self._ranges(gradients, suspects)
-        plain = [i for i in gradients if i not in latest]
-        for i, ranges in self._ranges(gradients, plain).items():
-            for stored, values in zip(self._stored, ranges, strict=True):
-                stored.consumed.put_whole(i, values)
+        self._whole |= self._ranges(gradients, [i for i in gradients if i not in latest])
 
     def _ranges(
         self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[int]
     ) -> dict[int, list[torch.Tensor]]:
         """Copy what ranks store of some gradients: as many launches as dtypes."""
-        count = len(self._stored)
+        count = len(self._shares)
         copies = devices.copied(
-            [gradients[i][s.consumed.share(i)] for i in parameters for s in self._stored]
+            [gradients[i][share(i)] for i in parameters for share in self._shares]
         )
         return {i: copies[n * count : (n + 1) * count] for n, i in enumerate(parameters)}
 
@@ -112,7 +119,7 @@ class Compared:
             for f in factors
         ]
         known = [factor.to(device, non_blocking=True) for factor in known]
-        if self._looks_for_factor:
+        if self._suspicion.looks_for_factor:
             befores, afters = [], []
             # The widest numbers tell a factor best, and samples are of one dtype.
             widest = max((gradients[i].dtype for i in latest), key=lambda dtype: dtype.itemsize)
@@ -152,36 +159,109 @@ class Compared:
         ]
         return numbers, differs, by
 
-    def arrive(self) -> list[int]:
-        """Wait for the verdicts, once a step, and store what follows from them.
+    def depart(self, kept: Sequence[Mapping[int, torch.Tensor]]) -> Departure:
+        """Begin to copy the verdicts to the host, with what ranks store.
 
-        Returns:
-            Layout indices of gradients that no factor explains.
+        Args:
+            kept: Of each rank, what it has of the factors of each matrix.
         """
-        asked, self._asked = self._asked, []
-        arrived = iter(devices.fetched([t for _, differs, by in asked for t in (differs, by)]))
+        asked, ranges = self._asked, [*self._whole.items(), *self._copies.items()]
+        return Departure(asked, self._skipped, kept, ranges, len(self._whole), self._suspicion)
+
+
+@dataclass(slots=True, eq=False)
+class Arrived:
+    """What one rank stores of a step, on the host.
+
+    Attributes:
+        represented: Layout index -> its part of P and Q, of gradients that were explained, or copied.
+        factors: Layout index -> by what the hook's result was multiplied, in this order.
+        whole: Layout index -> what was consumed in its range, of those that are not explained.
+    """
+
+    represented: dict[int, torch.Tensor] = field(default_factory=dict)
+    factors: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    whole: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Departure:
+    """Verdicts of one step, and what ranks store of it, on their way to the host in one go.
+
+    Args:
+        asked: See `Compared`.
+        skipped: Layout indices that no optimizer has consumed.
+        kept: Of each rank, by layout index, its part of P and Q.
+        ranges: Layout index, and what each rank stores of the gradient: first of those without factors.
+        num_whole: How many these are.
+        suspicion: Gets what was not explained.
+
+    Attributes:
+        strange: Layout indices of gradients that no factor explains, and that were looked for one; once they have arrived.
+        has_missed: Whether a gradient was not explained, and not copied.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[tuple[list[int], torch.Tensor, torch.Tensor]],
+        skipped: Collection[int],
+        kept: Sequence[Mapping[int, torch.Tensor]],
+        ranges: Sequence[tuple[int, Sequence[torch.Tensor]]],
+        num_whole: int,
+        suspicion: Suspicion,
+    ) -> None:
+        self.strange: list[int] = []
+        self.has_missed = False
+        self._numbers = [numbers for numbers, *_ in asked]
+        self._skipped = frozenset(skipped)
+        self._kept = [[*own] for own in kept]
+        self._ranges = [i for i, _ in ranges]
+        self._num_whole = num_whole
+        self._suspicion = suspicion
+        self._fetch = devices.fetch(
+            [
+                *(tensor for _, differs, by in asked for tensor in (differs, by)),
+                *(values for own in kept for values in own.values()),
+                *(values for _, of_ranks in ranges for values in of_ranks),
+            ]
+        )
+        self._arrived: list[Arrived] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._fetch.is_done
+
+    def arrived(self) -> list[Arrived]:
+        """Return what each rank stores; waits for it."""
+        if self._arrived is None:
+            self._arrived = self._arrive(iter(self._fetch.wait()))
+        return self._arrived
+
+    def _arrive(self, values: Iterator[torch.Tensor]) -> list[Arrived]:
         #: Factors of each gradient; None where they do not explain it. Of a step that was tried again the last ones.
         verdicts: dict[int, tuple[float, ...] | None] = {}
-        for numbers, *_ in asked:
-            differs, by = next(arrived).tolist(), next(arrived).tolist()
+        for numbers in self._numbers:
+            differs, by = next(values).tolist(), next(values).tolist()
             known = tuple(factor for factor in by if factor != 1.0)
             for i, is_strange in zip(numbers, differs, strict=True):
                 verdicts[i] = None if is_strange and i not in self._skipped else known
         verdicts.pop(_NOBODY, None)
-        for i, factors in verdicts.items():
-            self._store(i, factors)
+        kept = [{i: next(values) for i in own} for own in self._kept]
+        ranges = {i: [next(values) for _ in kept] for i in self._ranges}
+        whole, copies = self._ranges[: self._num_whole], {*self._ranges[self._num_whole :]}
         strange = {i for i, factors in verdicts.items() if factors is None}
-        self.has_missed |= not strange <= self._copies.keys()
-        self._suspects |= strange
-        looked = self._looks_for_factor
-        self._looks_for_factor |= bool(strange)
-        return sorted(strange) if looked else []
-
-    def _store(self, parameter: int, factors: tuple[float, ...] | None) -> None:
-        """Have all ranks store factors, or what was copied, if anything."""
-        copies = self._copies.get(parameter)
-        for number, stored in enumerate(self._stored):
-            if factors is not None:
-                stored.consumed.put(parameter, factors)
-            elif copies is not None:
-                stored.consumed.put_whole(parameter, copies[number], has_representation=True)
+        made = []
+        for number, own in enumerate(kept):
+            arrived = Arrived(whole={i: ranges[i][number] for i in whole})
+            for i, factors in verdicts.items():
+                if factors is not None:
+                    arrived.represented[i], arrived.factors[i] = own[i], factors
+                elif i in copies:
+                    arrived.represented[i], arrived.whole[i] = own[i], ranges[i][number]
+            made.append(arrived)
+        self.has_missed = not strange <= copies
+        if self._suspicion.looks_for_factor:
+            self.strange = sorted(strange)
+        self._suspicion.suspects |= strange
+        self._suspicion.looks_for_factor |= bool(strange)
+        return made

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.changes import Known
-from lowdiff.compressors.flat.compared import Compared
+from lowdiff.compressors.exchange import DepartedHeaders
+from lowdiff.compressors.flat.compared import Compared, Departure
 from lowdiff.compressors.flat.matrices import Matrices, Matrix, matrices_of
 from lowdiff.compressors.flat.matrix_operators import Products
+from lowdiff.compressors.lane import share
 from lowdiff.compressors.powersgd import PowerSGD, PowerSGDReducer, matrix_of, starts_of
+from lowdiff.compressors.sections import factor_sections, pieces
 from lowdiff.core import devices
 from lowdiff.core.layout import torch_dtype
 from lowdiff.protocols import ResidualStore, WholePair
@@ -41,34 +44,48 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         self._begun = [start for start, _ in ResidualLayout(residual.layout).ranges]
         #: Factors of this step, in the order of buckets and backward passes.
         self._made: list[tuple[Matrices, torch.Tensor]] = []
-        self._taken = Compared(products, compressor.matrix_rank, self.stored)
-
-    @property
-    def has_missed(self) -> bool:
-        """See ``Departed.has_missed``."""
-        return self._taken.has_missed
+        shares = [stored.consumed.share for stored in self.stored]
+        self._compared = Compared(products, compressor.matrix_rank, shares)
+        self._departed: DepartedPowerSGD | None = None
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""
         super().begin(stamp)
         self._made.clear()
-        self._taken.begin()
+        self._compared.begin()
+        self._departed = None
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Known = ()) -> None:
         """See ``Reducer.consume``; nothing is compared on the host."""
         there = {i: g for i, g in enumerate(gradients) if g is not None}
         for stored in self.stored:
             stored.kept |= {i: stored.held[i] for i in there if i in stored.held}
-        self._taken.consume(there, self._made, factors)
+        self._compared.consume(there, self._made, factors)
+        self._departed = None
 
     def skip(self, parameters: Collection[int]) -> None:
         """See ``Reducer.skip``."""
-        self._taken.skip(parameters)
+        self._compared.skip(parameters)
+        self._departed = None
+
+    def depart(self) -> DepartedPowerSGD:
+        """See ``Reducer.depart``."""
+        if self._departed is None:
+            kept = [
+                {
+                    i: both[slice(*share(both.numel(), stored.rank, self.lane.world_size))]
+                    for i, both in stored.kept.items()
+                }
+                for stored in self.stored
+            ]
+            self._departed = DepartedPowerSGD(
+                self, self._headers.depart(), self._compared.depart(kept)
+            )
+        return self._departed
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
-        self.warning.say(self._taken.arrive())
-        return super().payload(of)
+        return self.depart().payload(of)
 
     def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
@@ -174,3 +191,45 @@ class FlatPowerSGDReducer(PowerSGDReducer):
         rank = self.compressor.matrix_rank
         self._products.expand(held, *matrix_of(spec), rank, share.start, out)
         return out
+
+
+class DepartedPowerSGD:
+    """What optimizers consumed in one step, on its way to the host; see ``Departed``.
+
+    Args:
+        reducer: Knows ranks and layout, and names gradients that were changed.
+        headers: Of the step's exchanges.
+        departure: Has verdicts, factors and values.
+    """
+
+    def __init__(
+        self, reducer: FlatPowerSGDReducer, headers: DepartedHeaders, departure: Departure
+    ) -> None:
+        self._reducer = reducer
+        self._headers = headers
+        self._departure = departure
+
+    @property
+    def is_here(self) -> bool:
+        """See ``Departed``."""
+        return self._departure.is_here
+
+    @property
+    def has_missed(self) -> bool:
+        """See ``Departed``."""
+        return self._departure.has_missed
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Departed``."""
+        self._headers.confirm()
+        reducer = self._reducer
+        ranks = {stored.rank: n for n, stored in enumerate(reducer.stored)}
+        own = self._departure.arrived()[ranks[reducer.stored.of(of).rank]]
+        reducer.warning.say(self._departure.strange)
+        return Payload(
+            (
+                *pieces("low_rank", reducer.layout, own.represented),
+                *factor_sections(own.factors),
+                *pieces("whole", reducer.layout, own.whole),
+            )
+        )

@@ -72,7 +72,7 @@ class Session:
         self._schedule = schedule
         self._warned: set[tuple[Code, str | Change | None]] = set()
         self._has_rebased = False
-        self._mark: torch.cuda.Event | None = None
+        self._mark: devices.Mark = None
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()

@@ -200,11 +200,13 @@ class Staging:
         Returns:
             All that was staged since the last call, or `settle`.
         """
-        pending = self._pending
-        if pending and pending[-1].differential.step == sealed.differential.step:
-            pending.pop()  # a commit that was refused is repeated
-        pending.append(sealed)
-        return self._returned(self._stage(look, most_pending=_MOST_PENDING))
+        self._pending.append(sealed)
+        try:
+            return self._returned(self._stage(look, most_pending=_MOST_PENDING))
+        except BaseException:
+            if self._pending and self._pending[-1] is sealed:
+                self._pending.pop()  # a commit that was refused may be repeated
+            raise
 
     def settle(self, look: Look) -> Staged:
         """Stage every step that has ended; waits for what has not arrived."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -59,12 +59,16 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=None if may_look(device) else [device])
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+#: Behind what a thread had queued; None where nothing is queued.
+Mark: TypeAlias = "torch.cuda.Event | None"
+
+
+def mark(device: torch.device) -> Mark:
     """Return an event behind all that this thread has queued on a device by now; None where nothing is queued."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def follow(event: torch.cuda.Event | None) -> None:
+def follow(event: Mark) -> None:
     """Have what this thread queues from now on wait for an event, on the device."""
     if event is not None:
         torch.cuda.current_stream(event.device).wait_event(event)
