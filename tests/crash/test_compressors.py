@@ -113,12 +113,7 @@ def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, na
     assert_identical(killed, whole)
 
 
-LATE = (
-    "topk by buckets",
-    "topk by buckets bfloat16",
-    "topk by buckets of 2 bits",
-    "powersgd by buckets",
-)
+LATE = ("topk by buckets", "topk by buckets bfloat16", "topk by buckets of 2 bits")
 
 
 @pytest.mark.parametrize(

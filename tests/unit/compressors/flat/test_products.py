@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lowdiff import testing
 from lowdiff.compressors import PowerSGD
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual, Scaled
 from lowdiff.core.layout import layout_of, torch_dtype
-from lowdiff.types import Layout
+from lowdiff.types import Layout, Payload
 from tests.contract.compressors import decoded
 from tests.unit.compressors.flat.test_selection import needs_triton
 
@@ -273,3 +276,35 @@ def test_an_expanded_range_has_the_bits_of_the_whole() -> None:
             part = torch.empty(last - first, dtype=whole.dtype)
             Products().expand(factors, 40, 70, RANK, first, part)
             assert_bits([part], [whole[first:last]])
+
+
+def test_what_departed_of_a_step_is_whole_though_others_have_begun() -> None:
+    def payloads(*, late: bool) -> list[Payload]:
+        torch.manual_seed(0)
+        rank, found = Rank(True), []
+        for step in (1, 2):
+            rank.begin()
+            averages = rank.backward(gradients_of(step))
+            for own in averages:
+                own.mul_(0.5)
+            rank.reducer.consume(averages, factors=(torch.tensor(0.5),))
+            rank.residual.settle({*range(len(averages))})
+            found.append(rank.reducer.depart())
+            if not late:
+                found[-1] = SimpleNamespace(payload=partial(_same, found[-1].payload()))
+            for own in averages:
+                own.fill_(99.0)
+            rank.residual.advance()
+        return [departed.payload() for departed in found]
+
+    at_once = payloads(late=False)
+    with testing.late_copies(least_seconds=0.2, most_seconds=0.2):
+        later = payloads(late=True)
+    for ours, theirs in zip(later, at_once, strict=True):
+        assert [s.name for s in ours.sections] == [s.name for s in theirs.sections]
+        for own, other in zip(ours.sections, theirs.sections, strict=True):
+            assert np.array_equal(own.data, other.data), own.name
+
+
+def _same(payload: Payload) -> Payload:
+    return payload

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.compressors.flat.selection import TorchSelection
 from lowdiff.compressors.flat.sent import Places, SentBucket, TorchReading
 from lowdiff.compressors.flat.topk import FlatTopKReducer
 from lowdiff.core.layout import INT_OF_BYTES, layout_of
@@ -268,3 +270,24 @@ def test_a_search_that_fails_puts_gradients_back(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         reading.strange({0: gradient}, sent, [0])
     assert torch.equal(gradient, torch.arange(40.0))
+
+
+def test_what_departed_of_a_step_is_whole_though_others_have_begun(group: Any) -> None:
+    run, departed, consumed = Run((TorchSelection(), TorchReading()), group), [], []
+    with testing.late_copies(least_seconds=0.2, most_seconds=0.2):
+        for _ in range(3):
+            run.begin()
+            parts = run.backward()
+            consumed.append([part.clone() for part in parts])
+            run.reducer.consume(parts)
+            departed.append(run.reducer.depart())
+            for part in parts:
+                part.fill_(99.0)
+            run.residual.settle()
+            run.residual.advance()
+        assert not departed[-1].is_here
+        for own, expected in zip(departed, consumed, strict=True):
+            rebuilt = decoded(run.compressor, [own.payload()], run.layout, 100)
+            assert own.is_here
+            for ours, theirs in zip(rebuilt, expected, strict=True):
+                assert torch.equal(patterns(ours), patterns(theirs))
