@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 
-from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
@@ -30,8 +29,6 @@ from lowdiff.persistence.staging.status import (
     ReplicaStatus,
     SavedStatus,
     TrainerStatus,
-    holds_state,
-    is_log,
     read_status,
 )
 from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
@@ -48,8 +45,6 @@ from lowdiff.types import Fence
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
 _PATIENCE_SECONDS = 30.0
-#: Ranks that live have their residuals, and states without a log, of no earlier step: copies trail by fewer steps, too.
-_MOST_STEPS_BEHIND = NUM_SLOTS - 1
 _HOST = torch.device("cpu")
 
 
@@ -65,7 +60,6 @@ class _Source:
             where it is the replica's state.
         items: Where the image has none, as it was saved on another node; None where it has them.
         doubt: What the user should know of these items.
-        is_saved: Whether survivors on another node saved it.
     """
 
     stage: StagingFolder | None
@@ -74,7 +68,6 @@ class _Source:
     image: Path | None = None
     items: Mapping[str, bytes] | None = None
     doubt: str = ""
-    is_saved: bool = False
 
     @property
     def path(self) -> Path:
@@ -145,45 +138,17 @@ def plan_in_memory(
 
 
 def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> MemoryPlan | None:
-    spans = spans_of(catalog)
-    for span in reversed(spans):
-        if catalog.incarnations[span.incarnation].logs_steps and _is_complete(catalog, span):
+    for span in reversed(spans_of(catalog)):
+        fence = catalog.incarnations[span.incarnation]
+        if fence.logs_steps and _is_complete(catalog, span):
             continue  # its log leads to all that is committed, and has the residuals
         sources: list[list[_Source]] = []
         while len(sources) < span.world_size and (not sources or sources[-1]):
-            sources.append(_sources(catalog, span.incarnation, len(sources), passed_over))
-        newest = _way_from(catalog, span, step, sources) if sources[-1] else None
-        if newest is None:
-            continue
-        left = _without_doubt(catalog, span, sources)
-        copied = newest if left == sources else _way_from(catalog, span, step, left)
-        if copied is None or copied.step < newest.step - _MOST_STEPS_BEHIND:
-            return newest
-        if copied.step < newest.step:
-            passed_over[newest.step] = (
-                f"step {newest.step}, which survivors saved, is passed over: of what lost ranks alone had, the copies "
-                f"of step {copied.step} have more"
-            )
-        return copied
+            sources.append(_sources(catalog, fence, len(sources), passed_over))
+        plan = _way_from(catalog, span, step, sources) if sources[-1] else None
+        if plan is not None:
+            return plan
     return None
-
-
-def _without_doubt(
-    catalog: Catalog, span: Span, sources: Sequence[Sequence[_Source]]
-) -> list[list[_Source]]:
-    """Leave out what survivors saved without all that its rank alone had, where each such rank has a copy of every step."""
-    copies = {c.rank: c for c in catalog.copies if c.incarnation == span.incarnation and c.chunks()}
-    has_residuals = any(copy.residual.exists() for copy in copies.values())
-
-    def is_left(source: _Source) -> bool:
-        return not (source.is_saved and (source.doubt or has_residuals))
-
-    left = [list(filter(is_left, found)) for found in sources]
-    lacks_copy = (
-        len(some) < len(found) and rank not in copies
-        for rank, (some, found) in enumerate(zip(left, sources, strict=True))
-    )
-    return list(map(list, sources)) if any(lacks_copy) else left
 
 
 def _way_from(
@@ -281,29 +246,36 @@ def _at_step(
 
 
 def _sources(
-    catalog: Catalog, incarnation: int, rank: int, passed_over: dict[int, str]
+    catalog: Catalog, fence: Fence, rank: int, passed_over: dict[int, str]
 ) -> list[_Source]:
     """Return what a rank's staging holds whole, while nobody writes it, and what others hold for it."""
+    incarnation = fence.incarnation
+    stages = [s for s in catalog.staging if (s.incarnation, s.rank) == (incarnation, rank)]
     found: list[_Source] = []
-    copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
-    for stage in catalog.staging:
-        is_wanted = (stage.incarnation, stage.rank) == (incarnation, rank)
-        if is_wanted and (copies or holds_state(stage)) and _is_at_rest(stage):
+    if fence.strategy == "survivors":
+        for stage in filter(_is_at_rest, stages):
             with suppress(FileNotFoundError):  # a trainer attached just now, and clears it
-                found += _sources_of(stage, has_copies=bool(copies))
+                found += _sources_of(stage)
+                mark = read_status(stage.survivor_saved, SavedStatus).image
+                found += [] if mark is None else _whole_image(stage, stage.survivor_image, mark)
+        # What the rank's own node saved holds all of its items.
+        own_steps = [source.step for source in found]
+        with suppress(FileNotFoundError):
+            found += _from_other_nodes(catalog, incarnation, rank, own_steps, passed_over)
+        return found
+    copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
+    # A log leads further than its image, but not where a lost rank's part is known from its copy alone.
+    for stage in filter(_is_at_rest, stages if copies or not fence.logs_steps else ()):
+        with suppress(FileNotFoundError):
+            found += _sources_of(stage)
     for copy in copies:
         if copy.rank == rank and _is_at_rest(copy):
             found += _copied(copy)
-            found += [] if is_log(copy) else _sources_of(copy, has_copies=True)
+            found += _sources_of(copy)
     steps = {mark.step for copy in copies for _, mark in _marks(copy)}
     if not found:  # as after a clean end; replicas' copies are of that step, or almost
         steps |= _disk_steps(catalog, incarnation, copies)
-    found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
-    # What the rank's own node saved holds all of its items.
-    own_steps = [source.step for source in found]
-    with suppress(FileNotFoundError):
-        found += _from_other_nodes(catalog, incarnation, rank, own_steps, passed_over)
-    return found
+    return found + _on_disk(catalog, incarnation, rank, steps - {s.step for s in found})
 
 
 def _from_other_nodes(
@@ -314,8 +286,7 @@ def _from_other_nodes(
     passed_over: dict[int, str],
 ) -> list[_Source]:
     """What survivors on other nodes saved for a rank, at other steps than its own node."""
-    kept = (*catalog.copies, *catalog.staging)  # the rank's own folder, if that is there
-    stages = {s.rank: s for s in kept if s.incarnation == incarnation}
+    stages = {s.rank: s for s in catalog.staging if s.incarnation == incarnation}
     found: dict[int, _Source] = {}
     for stage in catalog.staging:
         if (
@@ -344,7 +315,7 @@ def _from_other_nodes(
                 f"{stage.guest(rank)} holds fails its checksum"
             )
         for source in whole:
-            found[step] = replace(source, items=items, doubt=doubt, is_saved=True)
+            found[step] = replace(source, items=items, doubt=doubt)
     return list(found.values())
 
 
@@ -395,7 +366,8 @@ def _on_disk(
     return found
 
 
-def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
+def _sources_of(stage: StagingFolder) -> list[_Source]:
+    """Return the state of a replica and the trainer's image, where they are whole."""
     found = []
     status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
@@ -419,17 +391,9 @@ def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
                 )
             found.append(_Source(stage, step, max(step, file.reach())))
     mark = read_status(stage.trainer_status, TrainerStatus).image
-    # One that was taken over serves where what it was taken into does not. A log leads further, but not
-    # where a lost rank's part is known from the image's step on alone.
-    if (
-        (has_copies or not is_log(stage))
-        and mark is not None
-        and (mark.step > status.image_step or not found)
-    ):
+    # One that was taken over serves where what it was taken into does not.
+    if mark is not None and (mark.step > status.image_step or not found):
         found += _whole_image(stage, stage.snapshot, mark)
-    mark = read_status(stage.survivor_saved, SavedStatus).image
-    if mark is not None:
-        found += _whole_image(stage, stage.survivor_image, mark)
     return found
 
 

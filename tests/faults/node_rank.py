@@ -1,9 +1,8 @@
 """One rank of a training whose nodes are lost: ``RANK WORLD_SIZE STORE FOLDER UNTIL STRATEGY`` and more.
 
 It appends a line of JSON for every step to ``FOLDER/report.RANK``, with the digest of the state and
-the newest step that all copies have. What a rank alone has is in a digest of its own, generators and
-buffers that DDP takes from rank 0: where survivors save a step for a rank whose copies are lost as
-well, they begin anew, and a warning says so.
+the newest step that all copies have. What a rank alone has is in a digest of its own: generators and
+buffers that DDP takes from rank 0.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "residual": "replicated",
     },
     "replica": {"strategy": "replica", "reproducible": True},
-    "survivors": {"strategy": "survivors", "reproducible": True},
     # Parameters are sharded (FSDP2), so gradients and images are sent.
     "sharded": {"strategy": "replica"},
 }
