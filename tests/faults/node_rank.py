@@ -26,6 +26,7 @@ import lowdiff
 from lowdiff import compressors
 from lowdiff.errors import LowDiffError
 from lowdiff.model.sharding import local_of
+from tests import old_chooser
 from tests.crash.launch.survivor import digest
 from tests.crash.trainings import batch, wrapped
 
@@ -66,6 +67,7 @@ def main(*words: str) -> int:
     args = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
+    old_chooser.compare_choosers()
     rank, size = args.rank, args.world_size
     dist.init_process_group(
         "gloo", store=dist.FileStore(args.store, size), rank=rank, world_size=size

@@ -18,8 +18,8 @@ from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import SavedStatus, read_status
 from lowdiff.recovery.plan import RecoveryPlan
 from lowdiff.recovery.replay.replayer import ReplayOptions
-from lowdiff.recovery.replica.recover import MemoryPlan
 from lowdiff.recovery.search import Search
+from lowdiff.recovery.sources.chooser import MemoryPlan
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool

@@ -1,8 +1,6 @@
-"""The state as the replicas of a dead trainer hold it: in memory, at its newest step.
+"""The chooser among sources in memory as it was before `lowdiff/recovery/sources/`; the oracle of that room.
 
-Every rank's replica holds its share, perhaps a step apart from the others'; what its log holds brings
-it to the step of the furthest, which all ranks had staged. From there on the steps in flight are
-replayed as ever.
+It goes when both have made the same plans in every campaign of `tests/faults`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from crc32c import crc32c
 
 from lowdiff.core.events import Code
@@ -23,7 +20,7 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.fences import Span
-from lowdiff.persistence.run.records import RankRecords, joined, reach
+from lowdiff.persistence.run.records import RankRecords, reach
 from lowdiff.persistence.staging.items import read_items_at
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
@@ -31,21 +28,19 @@ from lowdiff.persistence.staging.status import (
     TrainerStatus,
     read_status,
 )
-from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
+from lowdiff.recovery import search
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
-from lowdiff.recovery.replay.optimizers import settle_kernels
-from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
-from lowdiff.recovery.replica.inheritance import items_of_dead, items_of_lost
-from lowdiff.recovery.replica.share import Shard, share_step
-from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.sources import chooser
+from lowdiff.recovery.sources.inheritance import items_of_dead, items_of_lost
 from lowdiff.types import Fence
+from tests.faults.outcome import Outcome
 
 #: Time enough for whoever has just taken a lock to say who it is.
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
 _PATIENCE_SECONDS = 30.0
-_HOST = torch.device("cpu")
+_DIFFER = "the choosers differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +101,6 @@ class MemoryPlan:
     def paths(self) -> tuple[Path, ...]:
         """The files that are read, one per rank; a trainer that attaches meanwhile removes them."""
         return tuple(source.path for source in self.sources)
-
-
-def with_steps_in_memory(
-    ranges: Sequence[tuple[int, int]], memory: tuple[int, int] | None
-) -> list[tuple[int, int]]:
-    """Ranges of steps that the disk leads to, and those that memory does; ends included, ascending."""
-    return joined([*ranges, *([] if memory is None else [memory])])
 
 
 def plan_in_memory(
@@ -180,69 +168,6 @@ def _is_complete(catalog: Catalog, span: Span) -> bool:
     """Whether the staging folders of all ranks of an incarnation are there."""
     there = {stage.rank for stage in catalog.staging if stage.incarnation == span.incarnation}
     return len(there) == span.world_size
-
-
-def shares_joined(
-    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> tuple[RecoveredState, bool]:
-    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits.
-
-    The tensors are private views of the replicas' files, which stay as they are: reading costs no copy.
-
-    Raises:
-        DamagedFile: If one is not what was published.
-        ReplayMismatch: If a step on the way to the common one does not replay.
-    """
-    settle_kernels()
-    fence = catalog.incarnations[plan.incarnation]
-    begun = [_begun(source, fence) for source in plan.sources]
-    for rank, source in enumerate(plan.sources):
-        if source.doubt:
-            Code.ITEMS_INHERITED.warn(source.doubt, rank=rank, step=source.step)
-    # What one replica has seen of its share holds for all of the state.
-    is_whole = options.whole or any(isinstance(b, Shard) and b.is_whole for b in begun)
-    options = replace(options, whole=is_whole, device=_HOST)
-    state = empty_state(plan.common, fence)
-    for rank, share in enumerate(begun):
-        merge(
-            state, _at_step(share, catalog.of(plan.incarnation, rank), plan.common, fence, options)
-        )
-    constants = load_constants(RunFolder(catalog.root), fence)
-    state.items = [{**constants, **items} for items in state.items]
-    return state, is_whole
-
-
-def _begun(source: _Source, fence: Fence) -> Shard | RecoveredState:
-    """One rank's share as it was left, in private memory."""
-    if source.image is not None:
-        share = load_shard(source.path, source.step, fence)
-        if source.items is not None:
-            share.items = [{name: data for name, data in source.items.items() if data}]
-        return share
-    return Shard(ReplicaFile.open(source.path, private=True), fence, journaled=False)
-
-
-def _at_step(
-    begun: Shard | RecoveredState,
-    records: RankRecords,
-    step: int,
-    fence: Fence,
-    options: ReplayOptions,
-) -> RecoveredState:
-    """One rank's share at a step, by that rank's own records."""
-    if isinstance(begun, RecoveredState):
-        share = begun
-    else:
-        ends = begun.file.unit_steps
-        if (ends > begun.step).any():  # what was begun in blocks ends in blocks
-            begun.apply(share_step(records[begun.step + 1], fence))
-        if (ends != begun.step).any():
-            raise DamagedFile(begun.file.path, f"it is not wholly of step {begun.step}")
-        share = begun.state
-    steps = [PlannedStep(n, fence.incarnation, (records,)) for n in range(share.step + 1, step + 1)]
-    for _ in step_through(share, steps, fence, options):
-        pass
-    return share
 
 
 def _sources(
@@ -443,3 +368,47 @@ def _nearest(records: RankRecords, sources: Sequence[_Source], common: int) -> _
         if reach([records], source.step, common) == common:
             return source
     return None
+
+
+def both(
+    catalog: Catalog, step: int | None, passed_over: dict[int, str] | None = None
+) -> chooser.MemoryPlan | None:
+    """Plan with both choosers; return the plan of the new one.
+
+    Raises:
+        AssertionError: If they differ. A writer that still drains may change what is there between two plans, so
+            they have three tries.
+    """
+    for is_last in (False, False, True):
+        new_passed, old_passed = dict[int, str](), dict[int, str]()
+        plan = chooser.plan_in_memory(catalog, step, new_passed)
+        old = plan_in_memory(catalog, step, old_passed)
+        new_facts, old_facts = (facts(plan), new_passed), (facts(old), old_passed)
+        if new_facts == old_facts:
+            break
+        assert not is_last, f"{_DIFFER}: {new_facts} now, {old_facts} before"
+    if passed_over is not None:
+        passed_over |= new_passed
+    return plan
+
+
+def facts(plan: chooser.MemoryPlan | MemoryPlan | None) -> object:
+    """All that a plan says, to be compared."""
+    if plan is None:
+        return None
+    sources = [(s.path, s.step, s.reach, s.items, s.doubt) for s in plan.sources]
+    steps = [(step.step, step.incarnation, len(step.sources)) for step in plan.steps]
+    return plan.step, plan.incarnation, plan.common, sources, steps
+
+
+def compare_choosers() -> None:
+    """Have every recovery of this process plan with both choosers."""
+    vars(search)["plan_in_memory"] = both
+
+
+def note_differences(outcome: Outcome, folder: Path) -> None:
+    """Add to a campaign's losses the differences that its processes printed."""
+    for path in folder.rglob("output.*"):
+        for line in path.read_text(errors="replace").splitlines():
+            if _DIFFER in line:
+                outcome.lose(f"{path}: {line[:1000]}")
