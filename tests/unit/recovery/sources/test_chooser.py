@@ -89,10 +89,14 @@ def kept(folder: str, name: str, rank: int, world_size: int) -> None:
 
 
 KINDS = [("replica", 2), ("log", 3), ("survivors", 2)]
-KINDS += [("replica", 1), ("log", 2), ("replica", 3), ("survivors", 3)]
+MORE_KINDS = [("replica", 1), ("log", 2), ("replica", 3), ("survivors", 3)]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]} of {kind[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)],
+    ids=lambda kind: f"{kind[0]} of {kind[1]}",
+)
 def life(
     request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
