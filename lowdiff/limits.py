@@ -20,7 +20,7 @@ PLACES = {
     "lease_look_seconds": "lowdiff.persistence.files.lease._POLL_SECONDS",
     "least_body_steps": "lowdiff.attach.memory._LEAST_STEPS",
     "load_batch_bytes": "lowdiff.recovery.load._BATCH_BYTES",
-    "memory_patience_seconds": "lowdiff.recovery.replica.recover._PATIENCE_SECONDS",
+    "memory_patience_seconds": "lowdiff.recovery.sources.folders._PATIENCE_SECONDS",
     "most_body_steps": "lowdiff.attach.memory._MOST_STEPS",
     "process_check_seconds": "lowdiff.persistence.files.detached_process._CHECK_SECONDS",
     "record_body_bytes": "lowdiff.persistence.format.segment_file._MAX_BODY_BYTES",

@@ -10,7 +10,7 @@ from lowdiff.errors import StepNotFound
 from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.fences import Span, lineage
-from lowdiff.persistence.run.records import RankRecords, reach
+from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.types import Decision
 
 
@@ -62,8 +62,8 @@ def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
     ]
 
 
-def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
-    """Ranges of steps, both ends inclusive, that can be rebuilt."""
+def recoverable(catalog: Catalog, memory: tuple[int, int] | None = None) -> list[tuple[int, int]]:
+    """Return the ranges of steps, both ends inclusive, that the disk and a range in memory lead to, ascending."""
     spans = spans_of(catalog)
     ranges: list[tuple[int, int]] = []
     for base in usable_snapshots(catalog):
@@ -74,7 +74,7 @@ def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
             ranges[-1] = (ranges[-1][0], last)
         else:
             ranges.append((base.step, last))
-    return ranges
+    return ranges if memory is None else joined([*ranges, memory])
 
 
 def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:

@@ -28,8 +28,9 @@ from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
-from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
 from lowdiff.recovery.reshard import frozen_needed
+from lowdiff.recovery.sources.chooser import MemoryPlan, plan_in_memory
+from lowdiff.recovery.sources.shares import shares_joined
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 from lowdiff.types import Fence, Layout
 

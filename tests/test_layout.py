@@ -210,6 +210,7 @@ def test_strategies_are_named_where_they_are_chosen_told_or_compared_for_users()
         "persistence/run/fences.py",  # runs that named the compressor instead
         "persistence/files/detached_process.py",  # what the process is called
         "persistence/files/paths.py",  # and its page
+        "recovery/sources/strategies.py",  # what each holds
         "tuner/side_by_side.py",  # a report of all strategies
     }
 

@@ -30,13 +30,11 @@ class Memory:
         log: Images of shares, without residuals.
         replica: Replicas and images.
         replica_state: The part of it that is the replicas' state.
-        survivors: Images of shares; what survivors save is not in it.
     """
 
     log: float
     replica: float
     replica_state: float
-    survivors: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,6 @@ def planned_copies(job: Job, copies: int) -> PlannedCopies:
             # Of each rank the state and an image of it; of the node's own also the trainer's image.
             replica=on_node * (1 + 2 * copies),
             replica_state=on_node * copies,
-            survivors=images,
         ),
     )
 
@@ -122,7 +119,7 @@ def copies_facts(found: PlannedCopies) -> list[tuple[str, str]]:
     first, *more = found.survival
     likely = [f"1 node lost: {_percent(first.probability)}"]
     likely += [f"{one.lost_nodes:,} at once: {_percent(one.probability)}" for one in more]
-    sent, gemini, residual, log, replica, state, survivors = map(
+    sent, gemini, residual, log, replica, state = map(
         readable_bytes,
         (
             found.sent_bytes,
@@ -131,7 +128,6 @@ def copies_facts(found: PlannedCopies) -> list[tuple[str, str]]:
             memory.log,
             memory.replica,
             memory.replica_state,
-            memory.survivors,
         ),
     )
     return [
@@ -149,10 +145,6 @@ def copies_facts(found: PlannedCopies) -> list[tuple[str, str]]:
         (
             "memory of a node, replica",
             f"{replica}, of it {state} state of replicas; queues are more",
-        ),
-        (
-            "memory of a node, survivors",
-            f"{survivors} of images; items and what survivors save are more",
         ),
     ]
 

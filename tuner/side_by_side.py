@@ -318,13 +318,12 @@ def _replica(job: _Job) -> Row:
     copies = job.copies_overhead(REPLICA_COPIES_OVERHEAD_SHARE)
     overhead = job.assumed.replica_overhead_share + copies
     step = (1 + overhead) * job.plain.step_seconds
-    # The replicas of a lost node go with it; what they held, copies have, or survivors on other nodes save.
-    fallen = job.node_share if job.num_nodes == 1 else 0.0
-    saving = 0.0 if job.has_copies else job.node_share * job.save_seconds
-    in_memory = job.plain.restart_seconds + saving + job.read_seconds
+    # The replicas of a lost node go with it; what they held, copies have.
+    fallen = 0.0 if job.has_copies else job.node_share
+    in_memory = job.plain.restart_seconds + job.read_seconds
     return job.row(
         "replica",
-        _snapshots(job),
+        f"f = {job.snapshot_every:,}{_copies(job)}",
         overhead=overhead,
         lost=(1 - fallen) * step / 2 + fallen * job.back_to_snapshot_seconds(step),
         restart=(1 - fallen) * in_memory + fallen * job.from_disk_seconds,
@@ -335,15 +334,14 @@ def _replica(job: _Job) -> Row:
 def _survivors(job: _Job) -> Row:
     plain = job.plain
     snapshots = plain.snapshot_seconds / (job.snapshot_every * plain.step_seconds)
-    copies = job.copies_overhead(COPIES_OVERHEAD_SHARE)
-    overhead = job.assumed.survivors_overhead_share + snapshots + copies
+    overhead = job.assumed.survivors_overhead_share + snapshots
     step = (1 + overhead) * plain.step_seconds
     fallen = job.nobody_share
     in_memory = plain.restart_seconds + job.save_seconds + job.read_seconds
     saves_per_day = (1 - fallen) * _DAY_SECONDS / job.rates.total.mtbf_seconds
     return job.row(
         "survivors",
-        _snapshots(job),
+        f"f = {job.snapshot_every:,}",
         overhead=overhead,
         lost=(1 - fallen) * step / 2 + fallen * job.back_to_snapshot_seconds(step),
         restart=(1 - fallen) * in_memory + fallen * job.from_disk_seconds,
@@ -353,10 +351,6 @@ def _survivors(job: _Job) -> Row:
 
 def _snapshot_bytes_per_day(job: _Job, step_seconds: float) -> float:
     return job.state_bytes * _DAY_SECONDS / (job.snapshot_every * step_seconds)
-
-
-def _snapshots(job: _Job) -> str:
-    return f"f = {job.snapshot_every:,}{_copies(job)}"
 
 
 def _copies(job: _Job) -> str:

@@ -464,11 +464,6 @@ class StagingFolder:
         """Locks of the processes that write a state into the folder, beside its trainer."""
         return self.replica_lock, self.survivor_lock
 
-    @property
-    def holds_saved(self) -> bool:
-        """Whether survivors saved a state here after a failure, of this rank or of others."""
-        return self.survivor_saved.exists() or bool(self.saved_guests())
-
     def replica_state(self, generation: int) -> Path:
         """Return the path of one file of the replica's state."""
         return self.root / f"replica-{generation:08d}"

@@ -324,8 +324,5 @@ def is_log(stage: StagingFolder) -> bool:
 
 
 def holds_state(stage: StagingFolder) -> bool:
-    """Return whether a state may lie in memory as a whole: a replica's, one that survivors saved, a copy.
-
-    With several nodes survivors save it beside a log as well.
-    """
-    return not is_log(stage) or stage.holds_saved or stage.keeper is not None
+    """Return whether a state may lie in memory as a whole: a replica's, one that survivors saved, a copy."""
+    return not is_log(stage) or stage.keeper is not None

@@ -56,7 +56,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if is_logged:
                     asyncio.run(_adopt(settings, stage))
                 # The residual of a log's last step, and all of a state, are nowhere else.
-                is_base = is_logged and settings.continues and not stage.holds_saved
+                is_base = is_logged and settings.continues
                 if not is_base and not _is_replaced(settings, stage, trainer_gone):
                     inform(f"{stage.root} stays until a later incarnation's snapshot is seen")
                 elif is_logged or FileLock(stage.replica_lock).acquire(

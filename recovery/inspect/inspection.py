@@ -273,7 +273,7 @@ def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, in
     if not (catalog.copies or any(holds_state(stage) for stage in catalog.staging)):
         return recoverable(catalog), None
     # With torch, which nothing else here needs.
-    from lowdiff.recovery.replica.recover import plan_in_memory, with_steps_in_memory
+    from lowdiff.recovery.sources.chooser import plan_in_memory
 
     plan = None
     try:
@@ -281,7 +281,7 @@ def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, in
     except RunInUse as error:
         Code.REPLICA_MEMORY_IN_USE.warn(f"{error}; what replicas left in memory is not listed")
     memory = None if plan is None else plan.range
-    return with_steps_in_memory(recoverable(catalog), memory), memory
+    return recoverable(catalog, memory), memory
 
 
 def _differentials(catalog: Catalog) -> StoredDifferentials | None:
@@ -357,8 +357,8 @@ def forecast(
 def _forecast(catalog: Catalog, step: int | None) -> Forecast:
     # With torch, which nothing else here needs.
     from lowdiff.recovery.replay.sizing import free_bytes, needed_bytes
-    from lowdiff.recovery.replica.recover import MemoryPlan
     from lowdiff.recovery.search import plan_best
+    from lowdiff.recovery.sources.chooser import MemoryPlan
 
     plan = plan_best(catalog, step)
     if isinstance(plan, MemoryPlan):

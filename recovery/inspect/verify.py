@@ -40,12 +40,8 @@ from lowdiff.recovery.plan import (
 )
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import check_memory
-from lowdiff.recovery.replica.recover import (
-    MemoryPlan,
-    plan_in_memory,
-    with_steps_in_memory,
-)
 from lowdiff.recovery.search import Progress, carry_out, reporting
+from lowdiff.recovery.sources.chooser import MemoryPlan, plan_in_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +193,7 @@ def _verify(
         done += leg.last - leg.base.step
     memory, left_out = _in_memory(folder, root, catalog, options)
     outcomes.append(left_out)
-    there = tuple(with_steps_in_memory(recoverable(catalog), memory))
+    there = tuple(recoverable(catalog, memory))
     failures += _lost_pins(catalog, there)
     failures += [o.failure for o in outcomes if o.failure is not None]
     notes += [o.note for o in outcomes if o.note is not None]

@@ -28,9 +28,9 @@ from lowdiff.recovery.plan import RecoveryPlan, bytes_of
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import free_bytes
-from lowdiff.recovery.replica.recover import MemoryPlan
 from lowdiff.recovery.reshard import first_holder, frozen_values, whole, whole_spec, whole_tensor
 from lowdiff.recovery.search import Progress, load_and_replay
+from lowdiff.recovery.sources.chooser import MemoryPlan
 from lowdiff.recovery.state import FROZEN_ITEM, RecoveredState, named_as_model
 from lowdiff.types import Fence, ParameterSpec
 

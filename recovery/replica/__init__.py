@@ -1,1 +1,1 @@
-"""LowDiff+'s replica process and recovery from its memory."""
+"""LowDiff+'s replica process, its file and its handle in the trainer."""

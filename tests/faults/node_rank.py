@@ -1,9 +1,8 @@
 """One rank of a training whose nodes are lost: ``RANK WORLD_SIZE STORE FOLDER UNTIL STRATEGY`` and more.
 
 It appends a line of JSON for every step to ``FOLDER/report.RANK``, with the digest of the state and
-the newest step that all copies have. What a rank alone has is in a digest of its own, generators and
-buffers that DDP takes from rank 0: where survivors save a step for a rank whose copies are lost as
-well, they begin anew, and a warning says so.
+the newest step that all copies have. What a rank alone has is in a digest of its own: generators and
+buffers that DDP takes from rank 0.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import lowdiff
 from lowdiff import compressors
 from lowdiff.errors import LowDiffError
 from lowdiff.model.sharding import local_of
+from tests import old_chooser
 from tests.crash.launch.survivor import digest
 from tests.crash.trainings import batch, wrapped
 
@@ -40,7 +40,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "residual": "replicated",
     },
     "replica": {"strategy": "replica", "reproducible": True},
-    "survivors": {"strategy": "survivors", "reproducible": True},
     # Parameters are sharded (FSDP2), so gradients and images are sent.
     "sharded": {"strategy": "replica"},
 }
@@ -68,6 +67,7 @@ def main(*words: str) -> int:
     args = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
+    old_chooser.compare_choosers()
     rank, size = args.rank, args.world_size
     dist.init_process_group(
         "gloo", store=dist.FileStore(args.store, size), rank=rank, world_size=size

@@ -90,7 +90,6 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "2 nodes, one disk": lambda: nodes(size(9, 2), strategy="cast", size=2, shares_disk=True),
         "3 nodes with error feedback": lambda: nodes(size(18, 2), strategy="topk", size=3),
         "3 nodes with residuals": lambda: nodes(size(10, 2), strategy="replicated", size=3),
-        "3 nodes with survivors": lambda: nodes(size(10, 2), strategy="survivors", size=3),
         "4 nodes with a log": lambda: nodes(size(18, 2), strategy="cast", size=4),
         "4 nodes, 3 copies": lambda: nodes(size(9, 2), strategy="replica", size=4, copies=3),
         "looks": lambda: looks(folder / "looks", size(2000, 4)),

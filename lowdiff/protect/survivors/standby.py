@@ -28,7 +28,7 @@ from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus
-from lowdiff.recovery.replica.inheritance import ItemSums
+from lowdiff.recovery.sources.inheritance import ItemSums
 
 _place, _written = torch.Tensor.data_ptr, attrgetter("_version")
 #: Parameters of which a few elements are compared.

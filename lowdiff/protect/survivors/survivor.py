@@ -44,7 +44,7 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 from lowdiff.protect.survivors.standby import Standby
-from lowdiff.recovery.replica.inheritance import alike_bits, items_of_dead
+from lowdiff.recovery.sources.inheritance import alike_bits, items_of_dead
 from lowdiff.step.states import Sealed
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.

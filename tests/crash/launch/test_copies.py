@@ -56,26 +56,6 @@ def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> No
     assert ("LD312" in found.output) == (strategy == "topk")
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_survivors_go_back_to_the_last_snapshot_where_none_is_left(tmp_path: Path) -> None:
-    found = lost(tmp_path / "lost", "survivors", "--snapshot-every", 4)
-    expected = whole(2, "--strategy", "survivors", "--seeds")
-    check(found, expected, resumed=4)
-
-
-@pytest.mark.launch
-@pytest.mark.slow
-def test_what_a_lost_rank_alone_had_is_in_its_copy(tmp_path: Path) -> None:
-    """Generators, and batch norm's buffers of rank 0; but for copies they would be lost with it."""
-    folder = tmp_path / "lost"
-    words = [*WORDS, "--seeds", "--object"]
-    faults = {0: [*dies("backward"), "--node-dies"]}
-    found = broken(folder, 2, faults, *words, between=lambda: shutil.rmtree(folder / "node0"))
-    check(found, whole(2, "--seeds", "--object"), resumed=AT)
-    assert "LD803" not in found.output
-
-
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_no_replicated_step_is_lost_with_a_node(tmp_path: Path, strategy: str) -
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("strategy", "size", "copies"),
-    [("topk", 3, 2), ("survivors", 3, 2), ("replica", 4, 3), ("sharded", 2, 2), ("sharded", 3, 2)],
+    [("topk", 3, 2), ("replica", 4, 3), ("sharded", 2, 2), ("sharded", 3, 2)],
 )
 def test_any_nodes_but_one_of_a_group_may_be_lost(
     tmp_path: Path, strategy: str, size: int, copies: int

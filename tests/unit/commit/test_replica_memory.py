@@ -30,10 +30,10 @@ from lowdiff.protect.replica.queue import ReplicaImages
 from lowdiff.recovery import recover, search
 from lowdiff.recovery.replay.replayer import replay, step_through
 from lowdiff.recovery.replica import file as replica_file
-from lowdiff.recovery.replica import recover as in_memory
 from lowdiff.recovery.replica.file import ReplicaFile
-from lowdiff.recovery.replica.recover import plan_in_memory
 from lowdiff.recovery.replica.share import Shard, contents_of
+from lowdiff.recovery.sources import shares
+from lowdiff.recovery.sources.chooser import plan_in_memory
 from lowdiff.recovery.state import RecoveredState
 from tests.crash.pool import Pool
 from tests.faults.victim import ONE_WORKER, digest_of
@@ -197,7 +197,7 @@ def test_content_that_fits_nothing_is_a_reason_to_go_back(
     def misfit(*_: object, **__: object) -> Any:
         raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
-    monkeypatch.setattr(in_memory, "merge", misfit)
+    monkeypatch.setattr(shares, "merge", misfit)
     dead.assert_recovered(0)
     assert "going back to what is on disk" in caplog.text
 
@@ -332,7 +332,7 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
         stepped.append((len(steps), options.whole))
         return step_through(share, steps, fence, options)
 
-    monkeypatch.setattr(in_memory, "step_through", noted)
+    monkeypatch.setattr(shares, "step_through", noted)
     state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
     assert (state.step, digest_of(state)) == (STEPS, digest)
     (first_steps, is_whole), others = stepped

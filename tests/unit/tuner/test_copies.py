@@ -67,7 +67,7 @@ def test_items_are_the_generators_of_a_process_and_the_numbers_of_a_step() -> No
 
 def test_memory_is_that_of_the_ranks_of_a_node() -> None:
     memory = planned_copies(JOB, 3).memory_bytes
-    assert memory.log == memory.survivors == 5 * 750e6
+    assert memory.log == 5 * 750e6
     assert memory.replica_state == 3 * 750e6
     assert memory.replica == 7 * 750e6
     # What one copy takes without copies elsewhere is that of docs/operations.md.

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from lowdiff.compressors import Cast
-from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.errors import DamagedFile, LowDiffError
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import SavedStatus, read_status
+from lowdiff.recovery.plan import RecoveryPlan
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.search import Search
+from lowdiff.recovery.sources.chooser import MemoryPlan
+from lowdiff.recovery.state import RecoveredState
 from lowdiff.testing import kill, wait_until
 from tests.crash.pool import Pool
 from tests.unit.protect.copies.test_copies import Said, Training
@@ -73,3 +80,20 @@ def test_what_a_damaged_copy_costs_is_said(
     for began, said in pool.run(lived, 2, str(tmp_path)):
         assert began <= most
         assert began == 7 or any("LD6" in text for text in said), said
+
+
+@pytest.mark.cases(1)
+def test_memory_that_cannot_be_used_is_tried_once(pool: Pool, tmp_path: Path) -> None:
+    """What an attempt finds damaged is left out in the next one, with the copies."""
+    pool.run(lived, 2, str(tmp_path), *range(7))
+    shutil.rmtree(tmp_path / "node-1")
+    tried: list[MemoryPlan | RecoveryPlan] = []
+
+    def act(_: Any, plan: MemoryPlan | RecoveryPlan, *__: Any) -> RecoveredState:
+        tried.append(plan)
+        raise DamagedFile(tmp_path, "damage that only an attempt finds")
+
+    catalog = scan(RunFolder(tmp_path / "node-0/run"), [tmp_path / "node-0/staging-0"])
+    with pytest.raises(LowDiffError):
+        Search(catalog, None, goes_back=True, act=act).run(ReplayOptions())
+    assert [isinstance(plan, MemoryPlan) for plan in tried] == [True] + [False] * (len(tried) - 1)

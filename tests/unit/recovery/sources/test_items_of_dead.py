@@ -12,7 +12,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.staging.items import StagedItems, read_items
 from lowdiff.persistence.staging.status import SavedStatus
-from lowdiff.recovery.replica.inheritance import (
+from lowdiff.recovery.sources.inheritance import (
     ItemSums,
     alike_bits,
     items_of_dead,

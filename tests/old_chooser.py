@@ -1,8 +1,6 @@
-"""The state as the replicas of a dead trainer hold it: in memory, at its newest step.
+"""The chooser among sources in memory as it was before `lowdiff/recovery/sources/`; the oracle of that room.
 
-Every rank's replica holds its share, perhaps a step apart from the others'; what its log holds brings
-it to the step of the furthest, which all ranks had staged. From there on the steps in flight are
-replayed as ever.
+It goes when both have made the same plans in every campaign of `tests/faults`.
 """
 
 from __future__ import annotations
@@ -12,10 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from crc32c import crc32c
 
-from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
@@ -24,33 +20,27 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.fences import Span
-from lowdiff.persistence.run.records import RankRecords, joined, reach
+from lowdiff.persistence.run.records import RankRecords, reach
 from lowdiff.persistence.staging.items import read_items_at
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
     SavedStatus,
     TrainerStatus,
-    holds_state,
-    is_log,
     read_status,
 )
-from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
+from lowdiff.recovery import search
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
-from lowdiff.recovery.replay.optimizers import settle_kernels
-from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
-from lowdiff.recovery.replica.inheritance import items_of_dead, items_of_lost
-from lowdiff.recovery.replica.share import Shard, share_step
-from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.sources import chooser
+from lowdiff.recovery.sources.inheritance import items_of_dead, items_of_lost
 from lowdiff.types import Fence
+from tests.faults.outcome import Outcome
 
 #: Time enough for whoever has just taken a lock to say who it is.
 _GLANCE_SECONDS = 0.05
 #: How long a replica may take for its last step, and others for a look at the memory.
 _PATIENCE_SECONDS = 30.0
-#: Ranks that live have their residuals, and states without a log, of no earlier step: copies trail by fewer steps, too.
-_MOST_STEPS_BEHIND = NUM_SLOTS - 1
-_HOST = torch.device("cpu")
+_DIFFER = "the choosers differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +55,6 @@ class _Source:
             where it is the replica's state.
         items: Where the image has none, as it was saved on another node; None where it has them.
         doubt: What the user should know of these items.
-        is_saved: Whether survivors on another node saved it.
     """
 
     stage: StagingFolder | None
@@ -74,7 +63,6 @@ class _Source:
     image: Path | None = None
     items: Mapping[str, bytes] | None = None
     doubt: str = ""
-    is_saved: bool = False
 
     @property
     def path(self) -> Path:
@@ -115,13 +103,6 @@ class MemoryPlan:
         return tuple(source.path for source in self.sources)
 
 
-def with_steps_in_memory(
-    ranges: Sequence[tuple[int, int]], memory: tuple[int, int] | None
-) -> list[tuple[int, int]]:
-    """Ranges of steps that the disk leads to, and those that memory does; ends included, ascending."""
-    return joined([*ranges, *([] if memory is None else [memory])])
-
-
 def plan_in_memory(
     catalog: Catalog, step: int | None, passed_over: dict[int, str] | None = None
 ) -> MemoryPlan | None:
@@ -145,45 +126,17 @@ def plan_in_memory(
 
 
 def _way(catalog: Catalog, step: int | None, passed_over: dict[int, str]) -> MemoryPlan | None:
-    spans = spans_of(catalog)
-    for span in reversed(spans):
-        if catalog.incarnations[span.incarnation].logs_steps and _is_complete(catalog, span):
+    for span in reversed(spans_of(catalog)):
+        fence = catalog.incarnations[span.incarnation]
+        if fence.logs_steps and _is_complete(catalog, span):
             continue  # its log leads to all that is committed, and has the residuals
         sources: list[list[_Source]] = []
         while len(sources) < span.world_size and (not sources or sources[-1]):
-            sources.append(_sources(catalog, span.incarnation, len(sources), passed_over))
-        newest = _way_from(catalog, span, step, sources) if sources[-1] else None
-        if newest is None:
-            continue
-        left = _without_doubt(catalog, span, sources)
-        copied = newest if left == sources else _way_from(catalog, span, step, left)
-        if copied is None or copied.step < newest.step - _MOST_STEPS_BEHIND:
-            return newest
-        if copied.step < newest.step:
-            passed_over[newest.step] = (
-                f"step {newest.step}, which survivors saved, is passed over: of what lost ranks alone had, the copies "
-                f"of step {copied.step} have more"
-            )
-        return copied
+            sources.append(_sources(catalog, fence, len(sources), passed_over))
+        plan = _way_from(catalog, span, step, sources) if sources[-1] else None
+        if plan is not None:
+            return plan
     return None
-
-
-def _without_doubt(
-    catalog: Catalog, span: Span, sources: Sequence[Sequence[_Source]]
-) -> list[list[_Source]]:
-    """Leave out what survivors saved without all that its rank alone had, where each such rank has a copy of every step."""
-    copies = {c.rank: c for c in catalog.copies if c.incarnation == span.incarnation and c.chunks()}
-    has_residuals = any(copy.residual.exists() for copy in copies.values())
-
-    def is_left(source: _Source) -> bool:
-        return not (source.is_saved and (source.doubt or has_residuals))
-
-    left = [list(filter(is_left, found)) for found in sources]
-    lacks_copy = (
-        len(some) < len(found) and rank not in copies
-        for rank, (some, found) in enumerate(zip(left, sources, strict=True))
-    )
-    return list(map(list, sources)) if any(lacks_copy) else left
 
 
 def _way_from(
@@ -217,93 +170,37 @@ def _is_complete(catalog: Catalog, span: Span) -> bool:
     return len(there) == span.world_size
 
 
-def shares_joined(
-    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> tuple[RecoveredState, bool]:
-    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits.
-
-    The tensors are private views of the replicas' files, which stay as they are: reading costs no copy.
-
-    Raises:
-        DamagedFile: If one is not what was published.
-        ReplayMismatch: If a step on the way to the common one does not replay.
-    """
-    settle_kernels()
-    fence = catalog.incarnations[plan.incarnation]
-    begun = [_begun(source, fence) for source in plan.sources]
-    for rank, source in enumerate(plan.sources):
-        if source.doubt:
-            Code.ITEMS_INHERITED.warn(source.doubt, rank=rank, step=source.step)
-    # What one replica has seen of its share holds for all of the state.
-    is_whole = options.whole or any(isinstance(b, Shard) and b.is_whole for b in begun)
-    options = replace(options, whole=is_whole, device=_HOST)
-    state = empty_state(plan.common, fence)
-    for rank, share in enumerate(begun):
-        merge(
-            state, _at_step(share, catalog.of(plan.incarnation, rank), plan.common, fence, options)
-        )
-    constants = load_constants(RunFolder(catalog.root), fence)
-    state.items = [{**constants, **items} for items in state.items]
-    return state, is_whole
-
-
-def _begun(source: _Source, fence: Fence) -> Shard | RecoveredState:
-    """One rank's share as it was left, in private memory."""
-    if source.image is not None:
-        share = load_shard(source.path, source.step, fence)
-        if source.items is not None:
-            share.items = [{name: data for name, data in source.items.items() if data}]
-        return share
-    return Shard(ReplicaFile.open(source.path, private=True), fence, journaled=False)
-
-
-def _at_step(
-    begun: Shard | RecoveredState,
-    records: RankRecords,
-    step: int,
-    fence: Fence,
-    options: ReplayOptions,
-) -> RecoveredState:
-    """One rank's share at a step, by that rank's own records."""
-    if isinstance(begun, RecoveredState):
-        share = begun
-    else:
-        ends = begun.file.unit_steps
-        if (ends > begun.step).any():  # what was begun in blocks ends in blocks
-            begun.apply(share_step(records[begun.step + 1], fence))
-        if (ends != begun.step).any():
-            raise DamagedFile(begun.file.path, f"it is not wholly of step {begun.step}")
-        share = begun.state
-    steps = [PlannedStep(n, fence.incarnation, (records,)) for n in range(share.step + 1, step + 1)]
-    for _ in step_through(share, steps, fence, options):
-        pass
-    return share
-
-
 def _sources(
-    catalog: Catalog, incarnation: int, rank: int, passed_over: dict[int, str]
+    catalog: Catalog, fence: Fence, rank: int, passed_over: dict[int, str]
 ) -> list[_Source]:
     """Return what a rank's staging holds whole, while nobody writes it, and what others hold for it."""
+    incarnation = fence.incarnation
+    stages = [s for s in catalog.staging if (s.incarnation, s.rank) == (incarnation, rank)]
     found: list[_Source] = []
-    copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
-    for stage in catalog.staging:
-        is_wanted = (stage.incarnation, stage.rank) == (incarnation, rank)
-        if is_wanted and (copies or holds_state(stage)) and _is_at_rest(stage):
+    if fence.strategy == "survivors":
+        for stage in filter(_is_at_rest, stages):
             with suppress(FileNotFoundError):  # a trainer attached just now, and clears it
-                found += _sources_of(stage, has_copies=bool(copies))
+                found += _sources_of(stage)
+                mark = read_status(stage.survivor_saved, SavedStatus).image
+                found += [] if mark is None else _whole_image(stage, stage.survivor_image, mark)
+        # What the rank's own node saved holds all of its items.
+        own_steps = [source.step for source in found]
+        with suppress(FileNotFoundError):
+            found += _from_other_nodes(catalog, incarnation, rank, own_steps, passed_over)
+        return found
+    copies = [copy for copy in catalog.copies if copy.incarnation == incarnation]
+    # A log leads further than its image, but not where a lost rank's part is known from its copy alone.
+    for stage in filter(_is_at_rest, stages if copies or not fence.logs_steps else ()):
+        with suppress(FileNotFoundError):
+            found += _sources_of(stage)
     for copy in copies:
         if copy.rank == rank and _is_at_rest(copy):
             found += _copied(copy)
-            found += [] if is_log(copy) else _sources_of(copy, has_copies=True)
+            found += _sources_of(copy)
     steps = {mark.step for copy in copies for _, mark in _marks(copy)}
     if not found:  # as after a clean end; replicas' copies are of that step, or almost
         steps |= _disk_steps(catalog, incarnation, copies)
-    found += _on_disk(catalog, incarnation, rank, steps - {source.step for source in found})
-    # What the rank's own node saved holds all of its items.
-    own_steps = [source.step for source in found]
-    with suppress(FileNotFoundError):
-        found += _from_other_nodes(catalog, incarnation, rank, own_steps, passed_over)
-    return found
+    return found + _on_disk(catalog, incarnation, rank, steps - {s.step for s in found})
 
 
 def _from_other_nodes(
@@ -314,8 +211,7 @@ def _from_other_nodes(
     passed_over: dict[int, str],
 ) -> list[_Source]:
     """What survivors on other nodes saved for a rank, at other steps than its own node."""
-    kept = (*catalog.copies, *catalog.staging)  # the rank's own folder, if that is there
-    stages = {s.rank: s for s in kept if s.incarnation == incarnation}
+    stages = {s.rank: s for s in catalog.staging if s.incarnation == incarnation}
     found: dict[int, _Source] = {}
     for stage in catalog.staging:
         if (
@@ -344,7 +240,7 @@ def _from_other_nodes(
                 f"{stage.guest(rank)} holds fails its checksum"
             )
         for source in whole:
-            found[step] = replace(source, items=items, doubt=doubt, is_saved=True)
+            found[step] = replace(source, items=items, doubt=doubt)
     return list(found.values())
 
 
@@ -395,7 +291,8 @@ def _on_disk(
     return found
 
 
-def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
+def _sources_of(stage: StagingFolder) -> list[_Source]:
+    """Return the state of a replica and the trainer's image, where they are whole."""
     found = []
     status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
@@ -419,17 +316,9 @@ def _sources_of(stage: StagingFolder, *, has_copies: bool) -> list[_Source]:
                 )
             found.append(_Source(stage, step, max(step, file.reach())))
     mark = read_status(stage.trainer_status, TrainerStatus).image
-    # One that was taken over serves where what it was taken into does not. A log leads further, but not
-    # where a lost rank's part is known from the image's step on alone.
-    if (
-        (has_copies or not is_log(stage))
-        and mark is not None
-        and (mark.step > status.image_step or not found)
-    ):
+    # One that was taken over serves where what it was taken into does not.
+    if mark is not None and (mark.step > status.image_step or not found):
         found += _whole_image(stage, stage.snapshot, mark)
-    mark = read_status(stage.survivor_saved, SavedStatus).image
-    if mark is not None:
-        found += _whole_image(stage, stage.survivor_image, mark)
     return found
 
 
@@ -479,3 +368,47 @@ def _nearest(records: RankRecords, sources: Sequence[_Source], common: int) -> _
         if reach([records], source.step, common) == common:
             return source
     return None
+
+
+def both(
+    catalog: Catalog, step: int | None, passed_over: dict[int, str] | None = None
+) -> chooser.MemoryPlan | None:
+    """Plan with both choosers; return the plan of the new one.
+
+    Raises:
+        AssertionError: If they differ. A writer that still drains may change what is there between two plans, so
+            they have three tries.
+    """
+    for is_last in (False, False, True):
+        new_passed, old_passed = dict[int, str](), dict[int, str]()
+        plan = chooser.plan_in_memory(catalog, step, new_passed)
+        old = plan_in_memory(catalog, step, old_passed)
+        new_facts, old_facts = (facts(plan), new_passed), (facts(old), old_passed)
+        if new_facts == old_facts:
+            break
+        assert not is_last, f"{_DIFFER}: {new_facts} now, {old_facts} before"
+    if passed_over is not None:
+        passed_over |= new_passed
+    return plan
+
+
+def facts(plan: chooser.MemoryPlan | MemoryPlan | None) -> object:
+    """All that a plan says, to be compared."""
+    if plan is None:
+        return None
+    sources = [(s.path, s.step, s.reach, s.items, s.doubt) for s in plan.sources]
+    steps = [(step.step, step.incarnation, len(step.sources)) for step in plan.steps]
+    return plan.step, plan.incarnation, plan.common, sources, steps
+
+
+def compare_choosers() -> None:
+    """Have every recovery of this process plan with both choosers."""
+    vars(search)["plan_in_memory"] = both
+
+
+def note_differences(outcome: Outcome, folder: Path) -> None:
+    """Add to a campaign's losses the differences that its processes printed."""
+    for path in folder.rglob("output.*"):
+        for line in path.read_text(errors="replace").splitlines():
+            if _DIFFER in line:
+                outcome.lose(f"{path}: {line[:1000]}")

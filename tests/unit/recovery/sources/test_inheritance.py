@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowdiff.persistence.format.values import decode
-from lowdiff.recovery.replica.inheritance import Known, inherited
+from lowdiff.recovery.sources.inheritance import Known, inherited
 
 SEED = ("run", 1, 7)
 TORCH, PYTHON = "rng/torch", "rng/python"

@@ -1,0 +1,89 @@
+"""What copies on other nodes hold of a rank, beside what its own folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.mapped_file import ImageMark
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
+from lowdiff.persistence.run.catalog import Catalog
+from lowdiff.persistence.run.records import RankRecords
+from lowdiff.persistence.staging.items import read_items_at
+from lowdiff.persistence.staging.status import (
+    ReplicaStatus,
+    SavedStatus,
+    TrainerStatus,
+    read_status,
+)
+from lowdiff.recovery.sources.folders import InFolder, in_own_folder, is_at_rest, is_whole
+from lowdiff.recovery.sources.source import Held, Source
+from lowdiff.types import Fence
+
+
+def with_copies(in_folder: InFolder, *, replays_shares: bool) -> Held:
+    """Add to what a strategy holds of a rank what copies hold, and the rank's shares on disk at their steps.
+
+    Args:
+        in_folder: Returns what the strategy holds in a folder: the rank's own, or a copy.
+        replays_shares: Whether a share is replayed by its rank's own records, which have whole gradients.
+    """
+
+    def held(catalog: Catalog, fence: Fence, rank: int, _: dict[int, str]) -> list[Source]:
+        records = catalog.of(fence.incarnation, rank) if replays_shares else RankRecords()
+        copies = [copy for copy in catalog.copies if copy.incarnation == fence.incarnation]
+        sources = in_own_folder(catalog, fence, rank, records, in_folder)
+        for copy in copies:
+            if copy.rank == rank and is_at_rest(copy):
+                sources += [*_images(copy, records), *in_folder(copy, records)]
+        steps = {mark.step for copy in copies for _, mark in _marks(copy)}
+        if not sources:  # as after a clean end; copies of replicas are of that step, or almost
+            steps |= _disk_steps(catalog, fence, copies)
+        steps -= {source.step for source in sources}
+        return [*sources, *_on_disk(catalog, fence, rank, steps, records)]
+
+    return held
+
+
+def _marks(copy: StagingFolder) -> list[tuple[int, ImageMark]]:
+    """Return slot and mark of each image of a copy."""
+    images = [(slot, read_status(page, SavedStatus).image) for slot, page in copy.copied_pages()]
+    return [(slot, mark) for slot, mark in images if mark is not None]
+
+
+def _images(copy: StagingFolder, records: RankRecords) -> Iterator[Source]:
+    for slot, mark in _marks(copy):
+        items = read_items_at(copy.copied_items(slot), mark.step)
+        if items is not None and is_whole(copy.copied(slot), mark):
+            yield Source(copy.copied(slot), mark.step, mark.step, records, items)
+
+
+def _disk_steps(catalog: Catalog, fence: Fence, copies: Sequence[StagingFolder]) -> set[int]:
+    """Return the steps of an incarnation's snapshots, complete or not, from the newest state of a replica's copy on."""
+    newest = [_newest_step(copy) for copy in copies if copy.replica_status.exists()]
+    return {
+        step
+        for incarnation, step, _ in RunFolder(catalog.root).snapshots()
+        if incarnation == fence.incarnation and newest and step >= min(newest)
+    }
+
+
+def _newest_step(copy: StagingFolder) -> int:
+    """Return the step of the state or the image that a replica's copy has."""
+    image = read_status(copy.trainer_status, TrainerStatus).image
+    replica = read_status(copy.replica_status, ReplicaStatus)
+    return max(replica.step, -1 if image is None else image.step)
+
+
+def _on_disk(
+    catalog: Catalog, fence: Fence, rank: int, steps: set[int], records: RankRecords
+) -> Iterator[Source]:
+    """Yield a rank's share of snapshots at some steps, whether or not the shares of all ranks are there."""
+    for step in steps:
+        snapshot = RunFolder(catalog.root).snapshot(fence.incarnation, step)
+        if manifest_file(snapshot, rank).is_file():
+            with suppress(DamagedFile, FileNotFoundError):  # said where the snapshot is listed
+                path = check_shard(snapshot, Manifest.read(manifest_file(snapshot, rank)))
+                yield Source(path, step, step, records)
