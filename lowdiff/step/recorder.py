@@ -221,8 +221,7 @@ class Recorder:
         step = self.step
         if step.state is State.SEALED:
             assert step.sealed is not None
-            changes = step.sealed.changes | self._changes()
-            step.sealed = replace(step.sealed, changes=changes)
+            step.sealed = replace(step.sealed, changes=self._changes())
             return step.sealed
         # First, because the user's objects may raise: nothing has been read once by then.
         items = self._live.tracker.changed(thorough=thorough)
@@ -248,6 +247,7 @@ class Recorder:
             step.changes.add(Change.OUTSIDE)
         seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
         live.residual.copy(step.number)
+        is_here = departed.is_here
         differential = Differential(
             step=step.number,
             incarnation=live.incarnation,
@@ -256,7 +256,7 @@ class Recorder:
             optimizers=optimizers,
             absent=tuple(sorted(step.absent)),
             held=held,
-            payload=Payload(()),
+            payload=departed.payload() if is_here else Payload(()),
             items=items,
             residual=live.residual.mark(),
             digests=seen.digests,
@@ -265,8 +265,10 @@ class Recorder:
             written=seen.written,
             earlier=step.earlier,
         )
+        if is_here and departed.has_missed:
+            step.changes.add(Change.GRADIENT_MISSED)
         stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
-        sealed = Sealed(
+        return Sealed(
             differential,
             self._changes(),
             groups,
@@ -276,10 +278,10 @@ class Recorder:
             own=seen.own,
             other=seen.other,
             watched=seen.watched,
-            departed=departed,
+            of_peers={rank: departed.payload(rank) for rank in self._peers} if is_here else {},
+            departed=None if is_here else departed,
             peers=self._peers,
         )
-        return sealed.arrived() if departed.is_here else sealed
 
     def _changes(self) -> frozenset[Change]:
         """Why the record of the step under way cannot be replayed, if it has to be."""

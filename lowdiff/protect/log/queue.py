@@ -50,7 +50,7 @@ class LogQueue(Queue):
 
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`: names the residual that an incarnation starts from."""
-        return self._append(RecordKind.BASE, base_record(base), base)
+        return self._append(RecordKind.BASE, base_record(base), base, base.look)
 
     def stage(self, handed: Handed) -> Handed:
         """See `Sink`: at most ``2 * batch_size`` steps are at risk.
@@ -64,7 +64,7 @@ class LogQueue(Queue):
             look = self._count_unprotected(limit, look)
         elif self._renewed_step >= 0 or look.writer.durable_step <= limit:
             look = self._bound_risk(limit, look)
-        return self._append(RecordKind.DIFFERENTIAL, record, replace(handed, look=look))
+        return self._append(RecordKind.DIFFERENTIAL, record, handed, look)
 
     def is_ready_for_snapshot(self, step: int, look: Look) -> bool:
         """See `Queue`."""
@@ -82,7 +82,7 @@ class LogQueue(Queue):
         super().begin_anew(step)
         self._renewed_step = step
 
-    def _append(self, kind: RecordKind, record: Differential, handed: Handed) -> Handed:
+    def _append(self, kind: RecordKind, record: Differential, handed: Handed, look: Look) -> Handed:
         log = self._log
         scalars, sections = encode_scalars(record), sections_of(record)
         sizes: list[int] = []
@@ -107,7 +107,6 @@ class LogQueue(Queue):
             sizes.append(size)
             return True
 
-        look = handed.look
         if not fits(look):  # by now more may be durable
             may_drop = partial(fits, drops=self._trainer.degrades)
             look = self.wait_until(may_drop, "staging memory", self.attend())
