@@ -181,10 +181,9 @@ class Checkpointer:
         tuning: What ``"auto"`` goes by: expected failures, and limits.
         imports: Without a compressor: names of the modules that call ``lowdiff.register_optimizer`` for
             the attached optimizers, so that the replica process knows them. With one it has no effect.
-        hang_seconds: With strategy ``"survivors"``, and with ranks on several nodes: after how long
-            without a step ranks that wait for each other hang; None: after 20 times the median step,
-            and at least 60 s. On CPUs lowdiff does not see that a rank waits for a collective which the
-            loop itself started with ``async_op=True``.
+        hang_seconds: With strategy ``"survivors"``: after how long without a step ranks that wait for
+            each other hang; None: after 20 times the median step, and at least 60 s. On CPUs lowdiff does
+            not see that a rank waits for a collective which the loop itself started with ``async_op=True``.
         on_hang: What happens then, once the state is saved or cannot be: ``"save"`` waits on, ``"exit"``
             ends the process with status 1, so that its launcher starts anew.
         copies: On how many nodes everything that a rank stages lies in memory, its own included: the loss

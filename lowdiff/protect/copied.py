@@ -33,6 +33,7 @@ class Copied(Strategy):
         self.name = inner.name
         self.logs_steps = inner.logs_steps
         self.is_replayed = inner.is_replayed
+        self.watches = inner.watches
 
     def compressor(self, chosen: Compressor | None, *, reproducible: bool) -> Compressor:
         """See `Strategy`."""

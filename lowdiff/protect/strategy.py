@@ -30,11 +30,13 @@ class Strategy(ABC):
         name: Users choose it by this name, which stands in the fences of its incarnations.
         logs_steps: Whether every step becomes durable by itself, and gradients are averaged by a compressor.
         is_replayed: Whether steps are replayed, by recovery or by a process beside the training.
+        watches: Whether ranks that wait for each other are watched, and saved if they hang.
     """
 
     name: str
     logs_steps: bool = False
     is_replayed: bool = True
+    watches: bool = False
 
     @abstractmethod
     def compressor(self, chosen: Compressor | None, *, reproducible: bool) -> Compressor:
@@ -48,13 +50,18 @@ class Strategy(ABC):
             ConfigError: If it does not go with this strategy.
         """
 
-    @abstractmethod
     def refuse(self, settings: Settings) -> None:
         """Refuse settings that do not go with this strategy.
 
         Raises:
             ConfigError: Saying what to change.
         """
+        if not self.watches and (settings.hang_seconds is not None or settings.on_hang != "save"):
+            raise ConfigError(
+                f'hang_seconds and on_hang are for strategy="survivors", and this run has {self.name!r}, whose steps '
+                "are kept however long ranks hang; leave them out. A process group ends waits by its timeout: "
+                "init_process_group(timeout=...)"
+            )
 
     def refuse_model(  # noqa: B027  by default any is protected
         self, settings: Settings, attached: Attached, world_size: int
@@ -107,6 +114,7 @@ class Uncompressed(Strategy):
 
     def refuse(self, settings: Settings) -> None:
         """See `Strategy`."""
+        super().refuse(settings)
         if settings.is_tuned:
             raise ConfigError(
                 'snapshot_every="auto" and batch_size="auto" are for strategy "log", with a compressor: '

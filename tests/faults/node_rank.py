@@ -46,7 +46,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 #: Exit status of a rank that lowdiff refused, and of one whose peers are gone.
 REFUSED, ALONE = 4, 3
 SNAPSHOT_EVERY = 6
-_HANG_SECONDS = 4.0
 
 
 def main(*words: str) -> int:
@@ -87,8 +86,6 @@ def main(*words: str) -> int:
         **STRATEGIES[args.strategy],
         copies=args.copies,
         snapshot_every=SNAPSHOT_EVERY,
-        hang_seconds=_HANG_SECONDS,
-        on_hang="exit",
     )
     report = os.open(args.folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

@@ -38,6 +38,7 @@ class LogStrategy(Copyable):
 
     def refuse(self, settings: Settings) -> None:
         """See `Strategy`."""
+        super().refuse(settings)
         if settings.replicates_residual and settings.copies == 1:
             raise ConfigError(
                 'residual="replicated" sends the residual to the nodes that keep copies, and copies=1 keeps '

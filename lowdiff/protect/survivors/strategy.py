@@ -31,6 +31,7 @@ class SurvivorsStrategy(Uncompressed):
 
     name = "survivors"
     is_replayed = False
+    watches = True
 
     def compressor(self, chosen: Compressor | None, *, reproducible: bool) -> Compressor:
         """See `Strategy`."""

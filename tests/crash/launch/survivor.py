@@ -193,14 +193,16 @@ def main(*words: str) -> int:
 
         vars(survivor_module)["stage_image"] = staging
     node = args.folder / (f"node{args.nodes[rank]}" if args.nodes else "")
+    hangs: dict[str, Any] = {}
+    if args.strategy == "survivors":
+        hangs = {"hang_seconds": args.hang_seconds, "on_hang": "exit"}
     checkpointer = lowdiff.Checkpointer(
         (node if args.own_disks else args.folder) / "run",
         **STRATEGIES[args.strategy],
         staging=node / "staging",
         copies=args.copies,
         snapshot_every=args.snapshot_every,
-        hang_seconds=args.hang_seconds,
-        on_hang="exit",
+        **hangs,
     )
     with (args.folder / f"report.{rank}").open("a") as report:
 

@@ -179,3 +179,30 @@ def test_a_cell_that_is_run_again_goes_on_after_all_that_had_ended(tmp_path: Pat
     again = Loop(tmp_path, settings={"snapshot_every": 1000})
     assert again.attach() == 4
     again.checkpointer.close()
+
+
+def test_a_kill_between_the_copy_of_a_residual_and_its_record_takes_no_staged_one_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies have three places: that of the step which is sealed is the place of one three steps older."""
+    whole = loop_of(tmp_path / "whole")
+    trained(whole, *range(8))
+    whole.checkpointer.close()
+    killed = loop_of(tmp_path)
+    trained(killed, *range(4))
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    killed.step(4)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.commit.staging.Staging.stage", dies)
+        with pytest.raises(KeyboardInterrupt):
+            killed.checkpointer.commit()
+    killed.die()
+    again = Loop(tmp_path, settings={"snapshot_every": 1000})
+    begun = again.attach()
+    assert 2 <= begun <= 4
+    trained(again, *range(begun, 8))
+    assert same(again.weights(), whole.weights())
+    again.checkpointer.close()
