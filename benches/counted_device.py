@@ -93,30 +93,30 @@ class Tally:
     operators: Counter[str] = field(default_factory=Counter)
 
 
-class _CountedFetch(devices.Fetch):
+class _CountedCopy(devices.Copy):
     """What was begun in an earlier step is here: a forward and a backward pass came in between."""
 
-    def __init__(self, counted: CountedDevice, tensors: Sequence[torch.Tensor]) -> None:
-        self._counted, self._step = counted, counted.step
-        super().__init__(tensors)
+    def __init__(self, counted: CountedDevice, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._counted = None if devices.may_look(source) else counted
+        self._step = counted.step
+        target.copy_(source, non_blocking=True)
 
-    def _begun(self, values: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(values, device="cpu", pin_memory=True)
-        if not devices.may_look(values):
-            self._events.append(self)
-        return host.copy_(values, non_blocking=True)
+    @property
+    def is_done(self) -> bool:
+        """See ``Copy``."""
+        return self._counted is None or self._counted.step > self._step
 
-    def query(self) -> bool:
-        """Whether it is done; see ``torch.cuda.Event``."""
-        return self._counted.step > self._step
-
-    def synchronize(self) -> None:
-        """Wait for it; see ``torch.cuda.Event``."""
-        if not self.query():
+    def wait(self) -> None:
+        """See ``Copy``."""
+        if self._counted is not None and not self.is_done:
             self._counted.wait()
 
+
+class _NumberedFetch(devices.Fetch):
+    """Returns numbers for integers, which may be positions."""
+
     def wait(self) -> list[torch.Tensor]:
-        """Return what arrived: of positions, numbers that are some."""
+        """See ``Fetch``."""
         return [
             torch.arange(values.numel(), dtype=values.dtype)
             if values.dtype == torch.int64
@@ -203,7 +203,8 @@ class CountedDevice(TorchDispatchMode):
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
             "mark": lambda _: None,
-            "fetch": partial(_CountedFetch, self),
+            "copy": partial(_CountedCopy, self),
+            "fetch": _NumberedFetch,
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }

@@ -16,7 +16,7 @@ import torch
 
 from lowdiff.core import devices
 from lowdiff.core.layout import shaped, torch_dtype
-from lowdiff.protocols import LossScale, ResidualStore, WholePair
+from lowdiff.protocols import Arriving, LossScale, ResidualStore, WholePair
 from lowdiff.types import Layout, ResidualLayout, ResidualMark
 
 NUM_SLOTS = 3
@@ -194,13 +194,20 @@ class RotatingResidual:
                 self._slots[self.slot][parameter].copy_(residual)
                 self._used.add(parameter)
 
-    def copy(self, step: int, *, is_first: bool = False) -> None:
-        """Copy the current residual to the place that `mark` names, unless it lies there already.
+    def copy(self, step: int, *, is_first: bool = False) -> Arriving | None:
+        """Begin to copy the current residual to the place that `mark` names.
 
         Args:
             step: The step that the residual belongs to.
             is_first: Whether this incarnation has not copied a residual yet.
+
+        Returns:
+            What is on its way; None where it lies there already, or survives in no case.
         """
+        return None
+
+    def close(self) -> None:
+        """Give back what belongs to no process; nothing is copied after it."""
 
     def move(self, path: Path) -> None:
         """Move the residual that survives the process to another file.

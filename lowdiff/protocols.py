@@ -85,6 +85,19 @@ class ResidualStore(Protocol):
         ...
 
 
+class Arriving(Protocol):
+    """A copy on its way from a device to where it survives the process."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing is waited for any more."""
+        ...
+
+    def arrive(self) -> None:
+        """Have it count; waits for it."""
+        ...
+
+
 class Departed(Protocol):
     """What optimizers consumed in one step, on its way from the device to the host."""
 

@@ -199,21 +199,19 @@ def late_copies(
     """
     chance = random.Random(seed)
 
-    class Late(devices.Fetch):
-        def _begun(self, values: torch.Tensor) -> torch.Tensor:
-            host = torch.empty_like(values, device="cpu")
-            host.view(torch.uint8).fill_(0xFF)
-            event = threading.Event()
+    class Late(devices.Copy):
+        def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            target.view(torch.uint8).fill_(0xFF)
+            here = threading.Event()
 
             def arrive() -> None:
-                host.copy_(values)
-                event.set()
+                target.copy_(source)
+                here.set()
 
             threading.Timer(chance.uniform(least_seconds, most_seconds), arrive).start()
-            self._events.append(SimpleNamespace(query=event.is_set, synchronize=event.wait))
-            return host
+            self._event = SimpleNamespace(query=here.is_set, synchronize=here.wait)  # type: ignore[assignment]
 
-    with patch.object(devices, "fetch", Late):
+    with patch.object(devices, "copy", Late):
         yield
 
 

@@ -17,6 +17,10 @@ import torch
 Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
 
 
+#: Behind what a thread had queued; None where nothing is queued.
+Mark: TypeAlias = "torch.cuda.Event | None"
+
+
 def may_look(at: torch.Tensor | torch.device) -> bool:
     """Whether the host may read values there: on an accelerator it would wait for all that is queued."""
     device = at.device if isinstance(at, torch.Tensor) else at
@@ -57,10 +61,6 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     It must know an accelerator: only then does a waiting caller also wait for work that is still queued there.
     """
     return torch.futures.Future(devices=None if may_look(device) else [device])
-
-
-#: Behind what a thread had queued; None where nothing is queued.
-Mark: TypeAlias = "torch.cuda.Event | None"
 
 
 def mark(device: torch.device) -> Mark:
@@ -122,11 +122,51 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+class Copy:
+    """A tensor on its way into memory of the host that is there already.
+
+    On CUDA a stream of its own copies it, behind what was queued before; nothing that is queued later on another stream
+    waits for it. Its owner may free it, and must not overwrite it before it is done.
+    """
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._event: Mark = None
+        if source.device.type != "cuda":
+            target.copy_(source)
+            return
+        stream = _copying(source.device)
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+        self._event = stream.record_event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is here."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until it is here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that copies off a device."""
+    return torch.cuda.Stream(device)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Begin to copy a tensor into host memory, whose pages should be locked (`PageLock`): else the host waits."""
+    return Copy(target, source)
+
+
 class Fetch:
     """Flat tensors on their way to the host; those of one dtype are copied together.
 
-    On CUDA a stream of its own copies them, behind what was queued before; nothing that is queued later on
-    another stream waits for it. What is copied is gathered first, so its owner may overwrite or free it.
+    They are gathered first, so their owner may overwrite or free them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -135,42 +175,29 @@ class Fetch:
         for place, tensor in enumerate(tensors):
             self._places.setdefault(tensor.dtype, []).append(place)
         joined = [torch.cat([tensors[i] for i in places]) for places in self._places.values()]
-        self._events: list[Any] = []  # with query() and synchronize(), as torch.cuda.Event has
-        self._copies = [self._begun(values) for values in joined]
-
-    def _begun(self, values: torch.Tensor) -> torch.Tensor:
-        if values.device.type != "cuda":
-            return values.cpu()
-        host = torch.empty_like(values, device="cpu", pin_memory=True)
-        stream = _copying(values.device)
-        stream.wait_stream(torch.cuda.current_stream(values.device))
-        with torch.cuda.stream(stream):
-            host.copy_(values, non_blocking=True)
-        values.record_stream(stream)
-        self._events.append(stream.record_event())
-        return host
+        self._hosts = [
+            torch.empty_like(values, device="cpu", pin_memory=not may_look(values))
+            for values in joined
+        ]
+        self._copies = [
+            copy(host, values) for host, values in zip(self._hosts, joined, strict=True)
+        ]
 
     @property
     def is_done(self) -> bool:
         """Whether they are here."""
-        return all(event.query() for event in self._events)
+        return all(one.is_done for one in self._copies)
 
     def wait(self) -> list[torch.Tensor]:
         """Return them on the CPU, once they are here."""
-        for event in self._events:
-            event.synchronize()
+        for one in self._copies:
+            one.wait()
         arrived: list[torch.Tensor] = [torch.empty(0)] * len(self._sizes)
-        for places, values in zip(self._places.values(), self._copies, strict=True):
+        for places, values in zip(self._places.values(), self._hosts, strict=True):
             parts = values.split([self._sizes[place] for place in places])
             for place, part in zip(places, parts, strict=True):
                 arrived[place] = part
         return arrived
-
-
-@cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that copies off a device."""
-    return torch.cuda.Stream(device)
 
 
 def fetch(tensors: Sequence[torch.Tensor]) -> Fetch:
@@ -181,6 +208,35 @@ def fetch(tensors: Sequence[torch.Tensor]) -> Fetch:
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return flat tensors on the CPU; those of one dtype are copied together."""
     return fetch(tensors).wait()
+
+
+class PageLock:
+    """Locks the pages of host memory until `release`, so that a device copies into it while the host does other things.
+
+    Args:
+        memory: Of a mapped file, say.
+        device: From which is copied; a CPU needs no lock.
+
+    Attributes:
+        why_not: Why the pages could not be locked; empty where they are, or need not be.
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._address, self.why_not = 0, ""
+        if device.type != "cuda":
+            return
+        try:
+            found = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            torch.cuda.check_error(found)
+            self._address = memory.data_ptr()
+        except RuntimeError as error:
+            self.why_not = str(error)
+
+    def release(self) -> None:
+        """Let go of the pages; before the memory is unmapped."""
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = 0
 
 
 def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

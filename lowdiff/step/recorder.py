@@ -88,7 +88,9 @@ class Recorder:
     def base(self) -> Sealed:
         """Describe the state that an incarnation starts from, as if a step had just led to it."""
         step = self._live.base_step
-        self._live.residual.copy(step, is_first=True)
+        copy = self._live.residual.copy(step, is_first=True)
+        if copy is not None:
+            copy.arrive()
         return Sealed(
             Differential(
                 step=step,
@@ -246,7 +248,7 @@ class Recorder:
         if not are_replayable:
             step.changes.add(Change.OUTSIDE)
         seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
-        live.residual.copy(step.number)
+        residual = live.residual.copy(step.number)
         is_here = departed.is_here
         differential = Differential(
             step=step.number,
@@ -280,6 +282,7 @@ class Recorder:
             watched=seen.watched,
             of_peers={rank: departed.payload(rank) for rank in self._peers} if is_here else {},
             departed=None if is_here else departed,
+            residual=residual,
             peers=self._peers,
         )
 

@@ -13,6 +13,8 @@ from lowdiff.compressors.feedback import (
     RotatingResidual,
     zero_slots,
 )
+from lowdiff.core import devices
+from lowdiff.core.events import Code
 from lowdiff.core.layout import torch_dtype
 from lowdiff.persistence.staging.residual_slots import ResidualSlots, read_slot
 from lowdiff.protocols import LossScale
@@ -72,26 +74,41 @@ class CopiedResidual(RotatingResidual):
         self, path: Path, layout: Layout, device: torch.device, loss_scale: LossScale
     ) -> None:
         super().__init__(zero_slots(layout, device), layout, loss_scale)
-        self._file = ResidualSlots(path, layout, NUM_SLOTS)
-        self._targets = _slots_in(self._file)
+        self._device = device
         self._target = 0
-        self._mark: ResidualMark | None = None
+        self._lock: devices.PageLock | None = None
+        self.move(path)
+        assert self._lock is not None
+        if self._lock.why_not:
+            Code.PAGES_NOT_LOCKED.warn(
+                f"the memory of {path} cannot be locked, so training waits for a copy of the residual every "
+                f"{COPIED_EVERY} steps: {self._lock.why_not}"
+            )
 
-    def copy(self, step: int, *, is_first: bool = False) -> None:
+    def copy(self, step: int, *, is_first: bool = False) -> ResidualCopy | None:
         """See ``RotatingResidual.copy``."""
         self._mark = None
         if not is_first and step % COPIED_EVERY:
-            return
+            return None
         self._target = (self._target + 1) % NUM_SLOTS
         self._file.reuse(self._target)
-        self._targets[self._target].copy_(self._whole[self.slot])
-        self._mark = self._file.complete(self._target)
+        copy = devices.copy(self._targets[self._target], self._whole[self.slot])
+        self._mark = self._file.promise(self._target)
+        return ResidualCopy(copy, self._file, self._mark)
 
     def move(self, path: Path) -> None:
         """See ``RotatingResidual.move``; there is no copy in the new file yet."""
+        self.close()
         self._file = ResidualSlots(path, self.layout, NUM_SLOTS)
         self._targets = _slots_in(self._file)
+        memory = torch.from_numpy(np.frombuffer(self._file.memory, np.uint8))
+        self._lock = devices.PageLock(memory, self._device)
         self._mark = None
+
+    def close(self) -> None:
+        """See ``RotatingResidual.close``."""
+        if self._lock is not None:
+            self._lock.release()
 
     def mark(self) -> ResidualMark | None:
         """Names the copy in the record of its step; None in all others."""
@@ -100,6 +117,31 @@ class CopiedResidual(RotatingResidual):
     def read(self, mark: ResidualMark, target: memoryview) -> bool:
         """See ``RotatingResidual.read``."""
         return self._file.read(mark, target)
+
+
+class ResidualCopy:
+    """A copy of a residual on its way to staging, where its mark names it once it is there.
+
+    Args:
+        copy: On its way.
+        file: Where to.
+        mark: Its.
+    """
+
+    def __init__(self, copy: devices.Copy, file: ResidualSlots, mark: ResidualMark) -> None:
+        self._copy = copy
+        self._file = file
+        self._mark = mark
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing is waited for any more."""
+        return self._copy.is_done
+
+    def arrive(self) -> None:
+        """Have the mark name it; waits for it."""
+        self._copy.wait()
+        self._file.keep(self._mark)
 
 
 def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.Tensor] | None:

@@ -24,7 +24,7 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from lowdiff.errors import UsageError
-from lowdiff.protocols import Departed
+from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.verdict import Verdict
 from lowdiff.types import AverageStep, Differential, EarlierStep, OptimizerStep, Payload, Written
 
@@ -89,6 +89,7 @@ class Sealed:
         of_peers: What other ranks store of the step, by rank, made from this rank's memory; see `Reducer`.
         departed: What the optimizers consumed, while it is on its way from an accelerator: payloads, and whether they
             lack anything, are known once it has arrived. None where it is in the record.
+        residual: The copy of this rank's residual that the record names, while it is on its way; None for none.
         peers: Ranks of which payloads are made as well.
     """
 
@@ -103,16 +104,19 @@ class Sealed:
     watched: int = 0
     of_peers: Mapping[int, Payload] = field(default_factory=dict)
     departed: Departed | None = None
+    residual: Arriving | None = None
     peers: Sequence[int] = ()
 
     @property
     def is_here(self) -> bool:
         """Whether the record is whole, or can be made so without waiting."""
-        return self.departed is None or self.departed.is_here
+        return all(part is None or part.is_here for part in (self.departed, self.residual))
 
     def arrived(self) -> Sealed:
         """Return it with its record whole; waits for what is on its way."""
         departed = self.departed
+        if self.residual is not None:
+            self.residual.arrive()
         if departed is None:
             return self
         payload = departed.payload()

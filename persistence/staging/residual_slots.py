@@ -62,11 +62,25 @@ class ResidualSlots:
         """Mark a slot as being written."""
         _STAMP.pack_into(self._view, _stamp_at(slot), 0, 0)
 
+    @property
+    def memory(self) -> memoryview:
+        """All bytes of the file."""
+        return self._view
+
     def complete(self, slot: int) -> ResidualMark:
         """Mark a slot as written; return the mark that names it until it is written again."""
+        mark = self.promise(slot)
+        self.keep(mark)
+        return mark
+
+    def promise(self, slot: int) -> ResidualMark:
+        """Return the mark that will name what is being written to a slot, from `keep` on."""
         self._generation += 1
-        _STAMP.pack_into(self._view, _stamp_at(slot), self._generation, 0)
         return ResidualMark(slot, self._generation)
+
+    def keep(self, mark: ResidualMark) -> None:
+        """Mark a slot as written, as it was promised."""
+        _STAMP.pack_into(self._view, _stamp_at(mark.slot), mark.generation, 0)
 
     def complete_copy(self, slot: int, generation: int, checksum: int) -> None:
         """Mark a slot as holding a copy of a residual of another file.
