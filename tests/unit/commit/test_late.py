@@ -186,6 +186,7 @@ def test_a_kill_between_the_copy_of_a_residual_and_its_record_takes_no_staged_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies have three places: that of the step which is sealed is the place of one three steps older."""
+    monkeypatch.setattr("lowdiff.step.residual.NUM_SLOTS", 3)
     whole = loop_of(tmp_path / "whole")
     trained(whole, *range(8))
     whole.checkpointer.close()
