@@ -6,7 +6,7 @@ import ctypes
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, runtime_checkable
 
@@ -94,6 +94,8 @@ _PYTHON_RNG, _NUMPY_RNG = RNG_ITEM + "python", RNG_ITEM + "numpy"
 LARGE_ITEM_BYTES = 1 << 20
 #: Tensors in stateful objects from this size on are logged apart, and only when they changed.
 _APART_BYTES = 4096
+#: Of tensors that are copied off an accelerator together: the host has memory for all of them at a time.
+_BATCH_BYTES = 16 << 20
 #: No record holds what is nested deeper.
 _MOST_DEPTH = 64
 _APART_DTYPES = frozenset({*ITEM_BYTES, "int64", "int32", "int16", "int8", "uint8", "bool"})
@@ -387,22 +389,24 @@ class ItemTracker:
         checksums: dict[str, int] = {}
         trusted: list[str] = []
 
-        def compare(name: str, tensor: torch.Tensor, *, is_known: bool = False) -> None:
-            host = in_memory_order(tensor)
-            # With its form: another shape of the same bytes is another value.
-            form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
-            checksum = crc32c(byte_view(host), form) if host.numel() else form
-            if self._checksums.get(name) != checksum:
-                if is_known:
-                    self._distrust_versions(name)
-                checksums[name] = checksum
-                found[name] = host
+        def compare(names: Mapping[str, bool]) -> None:
+            """Compare some, each with whether nothing says that it was written."""
+            for name, host in _on_host({name: tensors[name] for name in names}):
+                # With its form: another shape of the same bytes is another value.
+                form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
+                checksum = crc32c(byte_view(host), form) if host.numel() else form
+                if self._checksums.get(name) != checksum:
+                    if names[name]:
+                        self._distrust_versions(name)
+                    checksums[name] = checksum
+                    found[name] = host
 
+        doubted: dict[str, bool] = {}
         for name, tensor in tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             if not name.startswith(FROZEN_ITEM):
-                compare(name, tensor)
+                doubted[name] = False
                 continue
             version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
             is_known = version is not None and self._versions.get(name) == version
@@ -410,12 +414,13 @@ class ItemTracker:
                 versions[name] = version
                 if version is not None:
                     self._samples.note(name, tensor)
-                compare(name, tensor, is_known=is_known)
+                doubted[name] = is_known
             else:
                 trusted.append(name)
-        if self._samples.have_moved(trusted):
-            for name in trusted:
-                compare(name, tensors[name], is_known=True)
+        trusts = self._trusts_versions
+        compare(doubted)
+        if self._samples.have_moved(trusted) or trusts is not self._trusts_versions:
+            compare(dict.fromkeys(trusted, True))
         self._versions |= versions
         self._checksums |= checksums
         return found
@@ -429,6 +434,18 @@ class ItemTracker:
                 "attach an AveragedModel, which is replayed",
             )
         self._trusts_versions = False
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors on the host in memory order; an accelerator is waited for once for many small ones."""
+    names, first, size = [*tensors], 0, 0
+    for stop, name in enumerate(names, 1):
+        size += tensors[name].nbytes
+        if stop == len(names) or size >= _BATCH_BYTES:
+            batch = names[first:stop]
+            for own, host in zip(batch, devices.on_host([tensors[n] for n in batch]), strict=True):
+                yield own, in_memory_order(host)
+            first, size = stop, 0
 
 
 def name_large_items(tracker: ItemTracker) -> None:
