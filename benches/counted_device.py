@@ -106,7 +106,7 @@ class _CountedCopy(devices.Copy):
         """See ``Copy``."""
         return self._counted is None or self._counted.step > self._step
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """See ``Copy``."""
         if self._counted is not None and not self.is_done:
             self._counted.wait()
@@ -202,7 +202,6 @@ class CountedDevice(TorchDispatchMode):
             "name_of": lambda _: "counted",
             "generator_of": lambda _: (lambda: state, lambda _: None),
             "future_on": lambda _: torch.futures.Future(),
-            "mark": lambda _: None,
             "copy": partial(_CountedCopy, self),
             "fetch": _NumberedFetch,
             "aside": lambda _: nullcontext(),

@@ -82,7 +82,6 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
-        "pending_steps": session.pending_steps,
         "diverged_ranks": list(session.agreement.health.ranks_apart),
         "large_items": session.large_items,
         "writer_pid": storage.writer.pid,
@@ -753,8 +752,6 @@ class Checkpointer:
         if opened is None or self._is_of_parent:
             return
         opened.protection.save_after_failure("training begins anew in this process")
-        with suppress(Exception):  # the device may have failed
-            opened.session.settle()
         opened.session.meter.end("failed")
         opened.session.storage.die(kills_processes=False)
         self._let_go(opened)

@@ -32,7 +32,6 @@ from benches.gpu.training import (
     checkpointed,
     host_waits,
     rates,
-    settle,
 )
 from benches.harness import overhead
 from benches.hooked import Hooked
@@ -395,7 +394,7 @@ def of_recovery(bench: Bench) -> Figures:
     for step in (every, every - 1):  # a snapshot; all differentials since the first one
         started = time.perf_counter()
         recover(step)
-        settle(bench.device)
+        devices.settle(bench.device)
         seconds[step] = time.perf_counter() - started
     report = verify(run, staged, options=ReplayOptions(device=bench.device))
     if not (report.ok and any(replay.compared for replay in report.replays)):

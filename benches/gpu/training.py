@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from benches.gpt import GPT, GPTConfig
 from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.core import devices
 
 #: Each with its batch.
 MODELS = {
@@ -39,12 +40,6 @@ CHECKPOINTED: dict[str, dict[str, Any]] = {
     "gradients": {},
 }
 ARMS = ("none", "hook", *CHECKPOINTED)
-
-
-def settle(device: torch.device) -> None:
-    """Wait until nothing is queued on a device any more, on any stream."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass
@@ -88,10 +83,10 @@ class Arm:
 
     def seconds(self, steps: int) -> float:
         """Make steps; what one of them took, with all that the device had to do for it."""
-        settle(self.device)
+        devices.settle(self.device)
         started = time.perf_counter()
         self.run(steps)
-        settle(self.device)
+        devices.settle(self.device)
         return (time.perf_counter() - started) / steps
 
     @property
@@ -150,10 +145,10 @@ def best_of(device: torch.device, work: Callable[[], object], times: int = 5) ->
     work()
     found = []
     for _ in range(times):
-        settle(device)
+        devices.settle(device)
         started = time.perf_counter()
         work()
-        settle(device)
+        devices.settle(device)
         found.append(time.perf_counter() - started)
     return min(found)
 

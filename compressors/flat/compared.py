@@ -217,6 +217,7 @@ class Departure:
         self._ranges = [i for i, _ in ranges]
         self._num_whole = num_whole
         self._suspicion = suspicion
+        self._has_looked = suspicion.looks_for_factor
         self._fetch = devices.fetch(
             [
                 *(tensor for _, differs, by in asked for tensor in (differs, by)),
@@ -260,7 +261,7 @@ class Departure:
                     arrived.represented[i], arrived.whole[i] = own[i], ranges[i][number]
             made.append(arrived)
         self.has_missed = not strange <= copies
-        if self._suspicion.looks_for_factor:
+        if self._has_looked:
             self.strange = sorted(strange)
         self._suspicion.suspects |= strange
         self._suspicion.looks_for_factor |= bool(strange)

@@ -42,7 +42,6 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             session.commit()
         if not failed:
             session.keep_staging()
-            session.settle()
             try:
                 session.hear(_MEET_SECONDS)
             except RankLost as error:
@@ -85,8 +84,6 @@ def _secure(opened: Opened) -> float:
     session, queue = opened.session, opened.session.queue
     deadline = time.monotonic() + _ABANDON_SECONDS
     with suppress(Exception):  # what ended the training says more
-        session.settle()
-    with suppress(Exception):
         session.hear(_HEAR_SECONDS)
     aim = step = session.committed_step
     with suppress(Exception):  # a survivor has saved the live state by now, if it could

@@ -42,8 +42,7 @@ class RankNews:
         has_storage_error: Whether its durable writing fails.
         owes_snapshot: Whether a snapshot could not be taken and should be.
         can_snapshot: Whether one would not stop its training.
-        staged: The newest step that it has staged; on an accelerator it may trail by two.
-        has_rebased: Whether only its snapshot of the step, or of a later one, can be recovered.
+        has_rebased: Whether only its snapshot of the step can be recovered.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
         stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
@@ -65,7 +64,6 @@ class RankNews:
     has_storage_error: bool = False
     owes_snapshot: bool = False
     can_snapshot: bool = False
-    staged: int = -1
     has_rebased: bool = False
     interval: int = 0
     batch: int = 0

@@ -21,6 +21,7 @@ from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
 from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.step.states import Sealed
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
 from lowdiff.tuner.measured import MeasuredIncarnation, Past, failures_of, measure
@@ -105,34 +106,34 @@ class Schedule:
         return step <= self._audited_until or self.cadence.is_due(step)
 
     def settle(
-        self, step: int, heard: Sequence[RankNews], look: Look, *, rebases: bool, stops: bool
+        self, sealed: Sealed, heard: Sequence[RankNews], look: Look, *, is_preempted: bool
     ) -> Why | None:
         """Decide about a snapshot after a step, and count the interval from it.
 
         Args:
-            step: The step that ended.
+            sealed: The step.
             heard: What all ranks said after the step before.
             look: At storage.
-            rebases: Whether it, or a step that was staged late, cannot be replayed.
-            stops: Whether the training was told to stop soon.
+            is_preempted: Whether the training was told to stop soon.
 
         Returns:
             Why one is taken; None for no snapshot.
         """
+        step = sealed.differential.step
         why = decide(
             Situation(
-                rebases=rebases,
+                rebases=sealed.rebases,
                 is_due=self.cadence.is_due(step),
                 logs_steps=self._queue.logs_steps,
                 makes_images=self._queue.makes_images,
                 asked=self._asked,
                 can_catch_up=self._can_catch_up(step, heard, look),
-                is_last_chance=stops and not self._has_prepared,
+                is_last_chance=is_preempted and not self._has_prepared,
             )
         )
         self._asked = None
         if why is not None and why is not Why.UNREPLAYABLE:  # which other ranks do not know of yet
-            self._has_prepared |= stops
+            self._has_prepared |= is_preempted
             self._tried_step = step
             self.cadence.snapshot_taken(step)
         return why

@@ -12,7 +12,7 @@ import torch
 from lowdiff.commit.agreement import Agreement, RankNews
 from lowdiff.commit.meter import Counters, Meter, Timed
 from lowdiff.commit.schedule import Schedule, Why
-from lowdiff.commit.staging import Staged, Staging
+from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
@@ -40,8 +40,7 @@ class Session:
     behind it.
 
     Attributes:
-        step: The step that ended last on this rank.
-        staged_step: The newest one that it has staged; on an accelerator it may trail by two.
+        step: The step that this rank staged last.
         committed_step: The newest step that this rank knows all ranks to hold.
         queue: Where steps are staged.
         storage: The processes that empty it.
@@ -59,8 +58,7 @@ class Session:
         agreement: Agreement,
         schedule: Schedule,
     ) -> None:
-        self._base_step = live.base_step
-        self.step = self.staged_step = self.committed_step = self._base_step
+        self.step = self.committed_step = self._base_step = live.base_step
         self.queue = staging.protection.queue
         self.storage = staging.protection.storage
         self.recorder = recorder
@@ -71,8 +69,6 @@ class Session:
         self._staging = staging
         self._schedule = schedule
         self._warned: set[tuple[Code, str | Change | None]] = set()
-        self._has_rebased = False
-        self._mark: devices.Mark = None
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
@@ -135,11 +131,6 @@ class Session:
         return self.agreement.peek()
 
     @property
-    def pending_steps(self) -> int:
-        """How many steps have ended and are on their way from an accelerator; for any thread."""
-        return self._staging.pending_steps
-
-    @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""
         return dict(self._live.tracker.large_items)
@@ -165,7 +156,6 @@ class Session:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
         with self._timed():
             self.recorder.end(index)
-            self._mark = devices.mark(self._live.attached.device)
 
     def _timed(self) -> Timed:
         counters = self._trainer.counters
@@ -194,14 +184,14 @@ class Session:
             if agreement.health.compare(self.step, heard, self.recorder.watch.digests):
                 self._schedule.ask(Why.RANKS_APART)
             else:
-                self.committed_step = max(self.committed_step, min(news.staged for news in heard))
+                self.committed_step = self.step
                 if not self.queue.logs_steps:  # a replica applies what is committed
                     self._show()
         agreement.health.check()
         return heard
 
     def commit(self) -> None:
-        """Stage the step that just ended, or begin to where it lies on an accelerator, which is not waited for.
+        """Stage the step that just ended; an accelerator is waited for.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
@@ -217,22 +207,16 @@ class Session:
             self.gate.leave()
 
     def _commit(self) -> None:
-        devices.follow(self._mark)  # a body may run on a stream of the user's
+        devices.settle(self._live.attached.device)  # a body may run on a stream of the user's
         look = self.keep_staging()
         with self._timed():
             heard = self._agree()
-            look = self._staging.make_room(look)
             sealed = self._seal()
-            staged = self._note(self._staging.stage(sealed, look))
-            self._advance(sealed, heard, staged)
-        is_preempted = self.agreement.is_preempted
-        rebases, look = sealed.rebases or staged.rebases, staged.look
-        why = self._schedule.settle(self.step, heard, look, rebases=rebases, stops=is_preempted)
+            look = self._staging.stage(sealed, look)
+            self._advance(sealed, heard)
+        why = self._schedule.settle(sealed, heard, look, is_preempted=self.agreement.is_preempted)
         if why is not None:
-            look = self._note(self._staging.settle(look)).look
             self._staging.snapshot(sealed, look, waits=why is Why.UNREPLAYABLE)
-        elif is_preempted:
-            self.settle()
         self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 
@@ -262,45 +246,25 @@ class Session:
                 follows_snapshot=number - 1 in (self._base_step, self.queue.images.step)
                 or self._schedule.cadence.is_due(number - 1),
             )
+        sealed = sealed.arrived()  # waits for what is on its way from an accelerator
         for name, size in self._live.tracker.large_items.items():
             text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
             self._warn_once(Code.LARGE_ITEM, name, text)
+        if sealed.warning:
+            self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
         return sealed
 
-    def settle(self) -> None:
-        """Stage every step that has ended; waits for what is on its way from an accelerator.
-
-        Raises:
-            WriterFailed: See `commit`.
-            StorageError: See `commit`.
-        """
-        if not self.pending_steps:
-            return
-        staged = self._note(self._staging.settle(self.queue.attend()))
-        if staged.rebases:
-            self._has_rebased = True
-            self._schedule.ask(Why.UNREPLAYABLE)
-
-    def _note(self, staged: Staged) -> Staged:
-        """Note what was staged, and say of each step whether it costs a snapshot."""
-        for sealed in staged.steps:
-            self.staged_step = sealed.differential.step
-            if sealed.warning:
-                self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
-        if self.agreement.is_alone:
-            self.committed_step = self.staged_step
-            if staged.rebases:
-                self.recorder.proofs.reopen()
-        return staged
-
-    def _advance(self, sealed: Sealed, heard: Sequence[RankNews], staged: Staged) -> None:
-        """Take the step for ended, begin the next one, and tell the other ranks."""
+    def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
+        """Take the step for staged, begin the next one, and tell the other ranks."""
         self._sealed, self.step = sealed, sealed.differential.step
-        self._has_rebased |= sealed.rebases or staged.rebases
         self.recorder.step.stage()
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)
-        if not self.agreement.is_alone:
+        if self.agreement.is_alone:
+            self.committed_step = self.step
+            if sealed.rebases:
+                self.recorder.proofs.reopen()
+        else:
             self._staging.keep_up(self.step)
             self._tell()
 
@@ -318,8 +282,7 @@ class Session:
             is_preempted=self.agreement.was_told_to_stop,
             has_lost_run=self.agreement.has_lost_run,
             has_storage_error=self._trainer.errors.any,
-            staged=self.staged_step,
-            has_rebased=self._has_rebased,
+            has_rebased=sealed.rebases,
             interval=interval,
             batch=batch,
             stepped=sealed.stepped,
@@ -330,7 +293,6 @@ class Session:
             **self._staging.news(self.step, look),
         )
         self.agreement.tell(news)
-        self._has_rebased = False
 
     def keep_staging(self) -> Look:
         """Start dead processes anew, and look at storage; make staging anew where somebody removed it.
@@ -362,7 +324,6 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        self.settle()
         self._staging.snapshot(self._sealed, self.queue.attend(), required=required)
 
     def secure(self, *, takes_live: bool) -> int:
@@ -403,7 +364,7 @@ class Session:
 
     def _show(self) -> None:
         is_preempted = self.agreement.is_preempted
-        self._staging.show(self.staged_step, self.committed_step, preempted=is_preempted)
+        self._staging.show(self.step, self.committed_step, preempted=is_preempted)
         self.agreement.note(self._live.incarnation, self.committed_step)
 
     def _warn_once(self, code: Code, key: str | Change | None, text: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,27 +34,6 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.step.states import Sealed
 
-#: So many steps may wait for what is on its way from an accelerator.
-_MOST_PENDING = 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Staged:
-    """What was staged in one go.
-
-    Attributes:
-        look: The newest one at storage.
-        steps: In their order, each whole.
-    """
-
-    look: Look
-    steps: tuple[Sealed, ...]
-
-    @property
-    def rebases(self) -> bool:
-        """Whether only a full snapshot makes further steps of use."""
-        return any(sealed.rebases for sealed in self.steps)
-
 
 class Staging:
     """One rank's staging memory as training fills it: what is staged goes through all sinks, in one order.
@@ -86,14 +63,6 @@ class Staging:
         self._live = live
         self._queue = protection.queue
         self._sinks = protection.sinks
-        #: Sealed steps of which something is still on its way from an accelerator.
-        self._pending: deque[Sealed] = deque()
-        self._staged: list[Sealed] = []
-
-    @property
-    def pending_steps(self) -> int:
-        """How many steps have ended and are not staged yet; for any thread."""
-        return len(self._pending)
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
@@ -141,12 +110,11 @@ class Staging:
         return all(sink.is_as_committed() for sink in self._sinks)
 
     def renew(self, step: int) -> None:
-        """Make the folder anew, after ``step``; a full snapshot is owed, and takes the place of what is pending.
+        """Make the folder anew, after ``step``; a full snapshot is owed.
 
         Raises:
             StorageError: If it cannot be made.
         """
-        self._pending.clear()
         try:
             self._renew(step)
         except (OSError, StorageError):  # whoever removes files may not have finished
@@ -187,46 +155,9 @@ class Staging:
             for sink in reversed(self._sinks):
                 sink.stage_ahead(ahead)
 
-    def make_room(self, look: Look) -> Look:
-        """Stage what has arrived, in order, and wait for the oldest where there is no room for one step more.
-
-        Before that is sealed: its residual's copy takes the place of an old one, which a staged record may name.
-        """
-        return self._stage(look, most_pending=_MOST_PENDING - 1)
-
-    def stage(self, sealed: Sealed, look: Look) -> Staged:
-        """Stage what has arrived, in order.
-
-        Returns:
-            All that was staged since the last call, or `settle`.
-        """
-        self._pending.append(sealed)
-        try:
-            return self._returned(self._stage(look, most_pending=_MOST_PENDING))
-        except BaseException:
-            if self._pending and self._pending[-1] is sealed:
-                self._pending.pop()  # a commit that was refused may be repeated
-            raise
-
-    def settle(self, look: Look) -> Staged:
-        """Stage every step that has ended; waits for what has not arrived."""
-        return self._returned(self._stage(look, most_pending=0))
-
-    def _stage(self, look: Look, *, most_pending: int) -> Look:
-        pending = self._pending
-        while pending and (pending[0].is_here or len(pending) > most_pending):
-            arrived = pending[0].arrived()
-            look = self._hand_on(Handed(arrived, look))
-            self._staged.append(arrived)
-            pending.popleft()
-        return look
-
-    def _returned(self, look: Look) -> Staged:
-        staged = Staged(look, tuple(self._staged))
-        self._staged.clear()
-        return staged
-
-    def _hand_on(self, handed: Handed) -> Look:
+    def stage(self, sealed: Sealed, look: Look) -> Look:
+        """Stage a step; returns the newest look at storage."""
+        handed = Handed(sealed, look)
         with self._unless_gone():
             try:
                 for sink in self._sinks:
@@ -238,7 +169,7 @@ class Staging:
     def snapshot(
         self, sealed: Sealed, look: Look, *, required: bool = False, waits: bool = False
     ) -> None:
-        """Stage a snapshot of a sealed step, unless that was the last one staged; nothing may be pending.
+        """Stage a snapshot of a sealed step, unless that was the last one staged.
 
         Args:
             sealed: The step; the live state must still be its state.

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 #: Reads the state of a device's random generator, and sets it.
 Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
-
-
-#: Behind what a thread had queued; None where nothing is queued.
-Mark: TypeAlias = "torch.cuda.Event | None"
 
 
 def may_look(at: torch.Tensor | torch.device) -> bool:
@@ -63,15 +59,10 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=None if may_look(device) else [device])
 
 
-def mark(device: torch.device) -> Mark:
-    """Return an event behind all that this thread has queued on a device by now; None where nothing is queued."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def follow(event: Mark) -> None:
-    """Have what this thread queues from now on wait for an event, on the device."""
-    if event is not None:
-        torch.cuda.current_stream(event.device).wait_event(event)
+def settle(device: torch.device) -> None:
+    """Wait until nothing is queued on a device any more, on any stream."""
+    if not may_look(device):
+        torch.accelerator.synchronize(device)
 
 
 def aside(device: torch.device) -> AbstractContextManager[object]:
@@ -130,7 +121,7 @@ class Copy:
     """
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._event: Mark = None
+        self._event: torch.cuda.Event | None = None
         if source.device.type != "cuda":
             target.copy_(source)
             return
@@ -146,7 +137,7 @@ class Copy:
         """Whether it is here."""
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait until it is here."""
         if self._event is not None:
             self._event.synchronize()
@@ -191,7 +182,7 @@ class Fetch:
     def wait(self) -> list[torch.Tensor]:
         """Return them on the CPU, once they are here."""
         for one in self._copies:
-            one.wait()
+            one.finish()
         arrived: list[torch.Tensor] = [torch.empty(0)] * len(self._sizes)
         for places, values in zip(self._places.values(), self._hosts, strict=True):
             parts = values.split([self._sizes[place] for place in places])

@@ -25,7 +25,6 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         RunInUse: If old files are being removed for longer than ``settings.lock_seconds``.
     """
     folder, session = settings.folder, opened.session
-    session.settle()
     if step is None:
         step = session.committed_step
     if step < 0:
@@ -33,7 +32,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
     label = f"step-{step}" if label is None else label
     check_label(label)
     run_id = read_run_id(folder)
-    if step > session.staged_step:
+    if step > session.step:
         ranges = recoverable(scan(folder, [settings.staging_root]))
         raise StepNotFound(settings.run, step, ranges, "it is not committed yet")
     with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):

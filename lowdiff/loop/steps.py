@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -139,10 +138,6 @@ class TrainingLoop:
             self._is_in_body = True
             try:
                 yield step
-            except GeneratorExit:  # the loop was left, and may not come to another commit
-                with suppress(Exception):  # which then says what is wrong, or close()
-                    session.settle()
-                raise
             finally:
                 self._is_in_body = False
             if self._detached is not None:
@@ -158,7 +153,6 @@ class TrainingLoop:
                     "end steps by commit() alone, in a loop of your own"
                 )
             self._commit()
-        session.settle()
         self.ends()
 
     def ends(self) -> None:

@@ -140,7 +140,7 @@ class ResidualCopy:
 
     def arrive(self) -> None:
         """Have the mark name it; waits for it."""
-        self._copy.wait()
+        self._copy.finish()
         self._file.keep(self._mark)
 
 

@@ -29,7 +29,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "into the device": lambda x: x.copy_(torch.ones(len(x))),
     "set by a mask": lambda x: x.__setitem__(x > 1, x),
     "equal": lambda x: torch.equal(x, x),
-    "synchronize": lambda x: torch.accelerator.synchronize(x.device),
+    "synchronize": lambda x: devices.settle(x.device),
     "stream": lambda x: devices.on_host([x]),
     "what is fetched": lambda x: devices.fetch([x]).wait(),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.storage import Storage
+from lowdiff.compressors import Dense
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached
@@ -29,6 +30,11 @@ class LogStrategy(Copyable):
         """See `Strategy`."""
         if chosen is None:
             raise ConfigError('strategy="log" needs a compressor, e.g. PowerSGD(matrix_rank=4)')
+        if isinstance(chosen, Dense):
+            raise ConfigError(
+                f"compressor={type(chosen).__name__}() leaves gradients as they are, so there is nothing to log: leave it "
+                'out, and name the strategy, "replica" or "survivors"'
+            )
         if reproducible:
             raise ConfigError(
                 "reproducible=True is for training without compression; compressed gradients are "

@@ -54,6 +54,8 @@ def test_the_settings_above_name_every_strategy() -> None:
         ({"snapshot_every": "auto"}, 'are for strategy "log"'),
         ({"compressor": TopK(0.1), "optimizer_steps": "any"}, "one exchange per step"),
         ({"compressor": TopK(0.1), "reproducible": True}, "summed in rank order"),
+        ({"compressor": Dense()}, r"compressor=Dense\(\) leaves gradients as they are"),
+        ({"compressor": Averaged()}, r"compressor=Averaged\(\) leaves gradients"),
         ({"compressor": TopK(0.1), "hang_seconds": 60.0}, "hang_seconds and on_hang are for"),
         ({"on_hang": "exit"}, "this run has 'replica'"),
     ],
