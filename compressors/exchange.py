@@ -73,8 +73,7 @@ class Headers:
 
     def depart(self) -> DepartedHeaders:
         """Begin to read the headers that were left on an accelerator."""
-        unread, self._unread = self._unread, []
-        return DepartedHeaders(unread)
+        return DepartedHeaders(self._unread)
 
     def confirm(self) -> None:
         """Check the headers that were left on an accelerator; waits for them.

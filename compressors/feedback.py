@@ -206,9 +206,6 @@ class RotatingResidual:
         """
         return None
 
-    def close(self) -> None:
-        """Give back what belongs to no process; nothing is copied after it."""
-
     def move(self, path: Path) -> None:
         """Move the residual that survives the process to another file.
 

@@ -42,7 +42,7 @@ REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
 SURVIVORS_OVERHEAD_SHARE = 0.006
 #: What copies on other nodes add to a step of two ranks that share two cores: ``overheads`` of
-#: docs/results/peer_memory.json. Strategy survivors, which was not measured, is taken to add what log adds.
+#: docs/results/peer_memory.json.
 COPIES_OVERHEAD_SHARE = 0.076
 REPLICA_COPIES_OVERHEAD_SHARE = 0.138
 #: Failures that leave no rank alive although no memory is lost. Never measured.

@@ -132,7 +132,7 @@ def begin(
             )
             trainer = Trainer(folder, settings, ranks.rank, ranks.world_size)
             protection = strategy.protect(
-                Beginning(trainer, live, fence, memory, starting.result(), publisher, undo, unused)
+                Beginning(trainer, live, fence, memory, starting, publisher, undo, unused)
             )
             undo.callback(protection.close, removes=False)
             meter = trainer.meter

@@ -359,7 +359,6 @@ class Session:
         self._hooks.remove()
         self._objects.remove()
         self.recorder.reducer.close()
-        self._live.residual.close()
         self.agreement.close()
 
     def _show(self) -> None:

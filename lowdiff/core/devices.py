@@ -150,7 +150,7 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
-    """Begin to copy a tensor into host memory, whose pages should be locked (`PageLock`): else the host waits."""
+    """Begin to copy a tensor into host memory, whose pages should be locked: else the host waits."""
     return Copy(target, source)
 
 
@@ -199,35 +199,6 @@ def fetch(tensors: Sequence[torch.Tensor]) -> Fetch:
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return flat tensors on the CPU; those of one dtype are copied together."""
     return fetch(tensors).wait()
-
-
-class PageLock:
-    """Locks the pages of host memory until `release`, so that a device copies into it while the host does other things.
-
-    Args:
-        memory: Of a mapped file, say.
-        device: From which is copied; a CPU needs no lock.
-
-    Attributes:
-        why_not: Why the pages could not be locked; empty where they are, or need not be.
-    """
-
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self._address, self.why_not = 0, ""
-        if device.type != "cuda":
-            return
-        try:
-            found = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-            torch.cuda.check_error(found)
-            self._address = memory.data_ptr()
-        except RuntimeError as error:
-            self.why_not = str(error)
-
-    def release(self) -> None:
-        """Let go of the pages; before the memory is unmapped."""
-        if self._address:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-            self._address = 0
 
 
 def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

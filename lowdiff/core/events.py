@@ -98,7 +98,6 @@ class Code(Enum):
     FROZEN_FOR_GOOD = "LD321"
     HOOKS_NOT_CALLED = "LD322"
     KERNELS_MISSING = "LD323"
-    PAGES_NOT_LOCKED = "LD324"
     # close and detach.
     LAST_STEP_UNCONFIRMED = "LD401"
     LAST_COMMIT_FAILED = "LD402"

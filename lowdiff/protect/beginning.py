@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Beginning:
         live: What each step reads.
         fence: Of the incarnation that begins.
         memory: What may be used.
-        writer: Makes steps or images durable.
+        starting: The writer, which makes steps or images durable; it takes half a second to start.
         publisher: Publishes weights; None where nothing is published from here.
         undo: Ends what was begun, should another part fail.
         unused: Removes staging folders that no incarnation began with.
@@ -35,10 +36,19 @@ class Beginning:
     live: Live
     fence: Fence
     memory: Memory
-    writer: WriterProcess
+    starting: Future[WriterProcess]
     publisher: PublisherProcess | None
     undo: ExitStack
     unused: ExitStack
+
+    @property
+    def writer(self) -> WriterProcess:
+        """The writer; waits until it has started, so memory is taken first.
+
+        Raises:
+            WriterFailed: If it did not come up.
+        """
+        return self.starting.result()
 
     def log(self, folder: StagingFolder) -> StagingLog:
         """Make a staging log in a folder."""

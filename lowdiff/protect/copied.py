@@ -82,7 +82,6 @@ class Copied(Strategy):
     def protect(self, beginning: Beginning) -> Protection:
         """See `Strategy`."""
         settings, fence = beginning.trainer.settings, beginning.fence
-        inner = self._inner.protect(beginning)
         wards: list[Ward] = []
         for rank in beginning.memory.peers.wards:
             folder = StagingFolder.copy_of(
@@ -90,7 +89,7 @@ class Copied(Strategy):
             )
             area = held_area(folder, settings.folder, fence.life, beginning.undo, beginning.unused)
             wards.append(self._inner.ward(beginning, area))
-        return CopiedProtection(inner, beginning, wards)
+        return CopiedProtection(self._inner.protect(beginning), beginning, wards)
 
 
 class CopiedProtection(Protection):
@@ -103,7 +102,7 @@ class CopiedProtection(Protection):
     """
 
     def __init__(self, inner: Protection, beginning: Beginning, wards: list[Ward]) -> None:
-        super().__init__(inner.storage, inner.queue)
+        super().__init__(inner.storage, inner.queue, inner.sinks[1:])
         self._trainer = beginning.trainer
         self._live = beginning.live
         self._peers = beginning.memory.peers

@@ -14,7 +14,6 @@ from lowdiff.compressors.feedback import (
     zero_slots,
 )
 from lowdiff.core import devices
-from lowdiff.core.events import Code
 from lowdiff.core.layout import torch_dtype
 from lowdiff.persistence.staging.residual_slots import ResidualSlots, read_slot
 from lowdiff.protocols import LossScale
@@ -74,16 +73,8 @@ class CopiedResidual(RotatingResidual):
         self, path: Path, layout: Layout, device: torch.device, loss_scale: LossScale
     ) -> None:
         super().__init__(zero_slots(layout, device), layout, loss_scale)
-        self._device = device
         self._target = 0
-        self._lock: devices.PageLock | None = None
         self.move(path)
-        assert self._lock is not None
-        if self._lock.why_not:
-            Code.PAGES_NOT_LOCKED.warn(
-                f"the memory of {path} cannot be locked, so training waits for a copy of the residual every "
-                f"{COPIED_EVERY} steps: {self._lock.why_not}"
-            )
 
     def copy(self, step: int, *, is_first: bool = False) -> ResidualCopy | None:
         """See ``RotatingResidual.copy``."""
@@ -92,23 +83,15 @@ class CopiedResidual(RotatingResidual):
             return None
         self._target = (self._target + 1) % NUM_SLOTS
         self._file.reuse(self._target)
-        copy = devices.copy(self._targets[self._target], self._whole[self.slot])
+        fetch = devices.fetch([self._whole[self.slot]])
         self._mark = self._file.promise(self._target)
-        return ResidualCopy(copy, self._file, self._mark)
+        return ResidualCopy(fetch, self._targets[self._target], self._file, self._mark)
 
     def move(self, path: Path) -> None:
         """See ``RotatingResidual.move``; there is no copy in the new file yet."""
-        self.close()
         self._file = ResidualSlots(path, self.layout, NUM_SLOTS)
         self._targets = _slots_in(self._file)
-        memory = torch.from_numpy(np.frombuffer(self._file.memory, np.uint8))
-        self._lock = devices.PageLock(memory, self._device)
         self._mark = None
-
-    def close(self) -> None:
-        """See ``RotatingResidual.close``."""
-        if self._lock is not None:
-            self._lock.release()
 
     def mark(self) -> ResidualMark | None:
         """Names the copy in the record of its step; None in all others."""
@@ -123,24 +106,29 @@ class ResidualCopy:
     """A copy of a residual on its way to staging, where its mark names it once it is there.
 
     Args:
-        copy: On its way.
-        file: Where to.
-        mark: Its.
+        fetch: On its way to page-locked memory: to other memory the link reaches a fraction of its speed.
+        target: Its slot in staging.
+        file: Has the slot.
+        mark: Names it there.
     """
 
-    def __init__(self, copy: devices.Copy, file: ResidualSlots, mark: ResidualMark) -> None:
-        self._copy = copy
+    def __init__(
+        self, fetch: devices.Fetch, target: torch.Tensor, file: ResidualSlots, mark: ResidualMark
+    ) -> None:
+        self._fetch = fetch
+        self._target = target
         self._file = file
         self._mark = mark
 
     @property
     def is_here(self) -> bool:
         """Whether nothing is waited for any more."""
-        return self._copy.is_done
+        return self._fetch.is_done
 
     def arrive(self) -> None:
         """Have the mark name it; waits for it."""
-        self._copy.finish()
+        (values,) = self._fetch.wait()
+        self._target.copy_(values)
         self._file.keep(self._mark)
 
 

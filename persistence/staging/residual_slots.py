@@ -62,11 +62,6 @@ class ResidualSlots:
         """Mark a slot as being written."""
         _STAMP.pack_into(self._view, _stamp_at(slot), 0, 0)
 
-    @property
-    def memory(self) -> memoryview:
-        """All bytes of the file."""
-        return self._view
-
     def complete(self, slot: int) -> ResidualMark:
         """Mark a slot as written; return the mark that names it until it is written again."""
         mark = self.promise(slot)

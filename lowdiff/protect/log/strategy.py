@@ -84,8 +84,8 @@ class LogStrategy(Copyable):
     def protect(self, beginning: Beginning) -> Protection:
         """See `Strategy`."""
         trainer = beginning.trainer
-        storage = Storage(beginning.writer, None, beginning.publisher)
         log = beginning.log(trainer.folder)
+        storage = Storage(beginning.writer, None, beginning.publisher)
         return Protection(storage, LogQueue(log, trainer, storage))
 
     def ward(self, beginning: Beginning, area: StagingArea) -> Ward:
