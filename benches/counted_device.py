@@ -115,13 +115,13 @@ class _CountedCopy(devices.Copy):
 class _NumberedFetch(devices.Fetch):
     """Returns numbers for integers, which may be positions."""
 
-    def wait(self) -> list[torch.Tensor]:
+    def arrived(self) -> list[torch.Tensor]:
         """See ``Fetch``."""
         return [
             torch.arange(values.numel(), dtype=values.dtype)
             if values.dtype == torch.int64
             else values
-            for values in super().wait()
+            for values in super().arrived()
         ]
 
 

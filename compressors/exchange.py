@@ -97,7 +97,7 @@ class DepartedHeaders:
 
     def confirm(self) -> None:
         """See `Headers.confirm`."""
-        for heads, expected in zip(self._fetch.wait(), self._expected, strict=True):
+        for heads, expected in zip(self._fetch.arrived(), self._expected, strict=True):
             for head, own in zip(heads.view(-1, HEADER_WORDS), expected, strict=True):
                 check_header(head, own)
 

@@ -235,7 +235,7 @@ class Departure:
     def arrived(self) -> list[Arrived]:
         """Return what each rank stores; waits for it."""
         if self._arrived is None:
-            self._arrived = self._arrive(iter(self._fetch.wait()))
+            self._arrived = self._arrive(iter(self._fetch.arrived()))
         return self._arrived
 
     def _arrive(self, values: Iterator[torch.Tensor]) -> list[Arrived]:

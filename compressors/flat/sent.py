@@ -409,7 +409,7 @@ class Departure:
     def entries(self, rank: int) -> StoredEntries:
         """Return what a rank stores, on the CPU; waits for it."""
         if self._entries is None:
-            self._entries = self._arrive(iter(self._fetch.wait()))
+            self._entries = self._arrive(iter(self._fetch.arrived()))
         return self._entries[rank]
 
     def _arrive(self, arrived: Iterator[torch.Tensor]) -> dict[int, StoredEntries]:

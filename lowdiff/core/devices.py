@@ -179,7 +179,7 @@ class Fetch:
         """Whether they are here."""
         return all(one.is_done for one in self._copies)
 
-    def wait(self) -> list[torch.Tensor]:
+    def arrived(self) -> list[torch.Tensor]:
         """Return them on the CPU, once they are here."""
         for one in self._copies:
             one.finish()
@@ -198,7 +198,7 @@ def fetch(tensors: Sequence[torch.Tensor]) -> Fetch:
 
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return flat tensors on the CPU; those of one dtype are copied together."""
-    return fetch(tensors).wait()
+    return fetch(tensors).arrived()
 
 
 def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

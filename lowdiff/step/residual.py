@@ -127,7 +127,7 @@ class ResidualCopy:
 
     def arrive(self) -> None:
         """Have the mark name it; waits for it."""
-        (values,) = self._fetch.wait()
+        (values,) = self._fetch.arrived()
         self._target.copy_(values)
         self._file.keep(self._mark)
 

@@ -31,7 +31,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "equal": lambda x: torch.equal(x, x),
     "synchronize": lambda x: devices.settle(x.device),
     "stream": lambda x: devices.on_host([x]),
-    "what is fetched": lambda x: devices.fetch([x]).wait(),
+    "what is fetched": lambda x: devices.fetch([x]).arrived(),
 }
 
 
