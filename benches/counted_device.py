@@ -98,18 +98,23 @@ class _CountedCopy(devices.Copy):
 
     def __init__(self, counted: CountedDevice, target: torch.Tensor, source: torch.Tensor) -> None:
         self._counted = None if devices.may_look(source) else counted
-        self._step = counted.step
+        self._step, self._number = counted.step, counted.copies_begun
+        counted.copies_begun += 1
         target.copy_(source, non_blocking=True)
 
     @property
     def is_done(self) -> bool:
         """See ``Copy``."""
-        return self._counted is None or self._counted.step > self._step
+        counted = self._counted
+        if counted is None:
+            return True
+        return counted.step > self._step or counted.copies_done > self._number
 
     def finish(self) -> None:
         """See ``Copy``."""
         if self._counted is not None and not self.is_done:
             self._counted.wait()
+            self._counted.copies_done = self._number + 1  # one stream copies them in their order
 
 
 class _NumberedFetch(devices.Fetch):
@@ -135,6 +140,8 @@ class CountedDevice(TorchDispatchMode):
     Attributes:
         parts: Name of a part -> its tally; what belongs to no part is under "".
         step: How often the tallies were begun anew.
+        copies_begun: Of copies to the host.
+        copies_done: How many of these are done, the oldest first.
     """
 
     def __init__(self, kernel_bytes: Mapping[str, float] | None = None) -> None:
@@ -146,7 +153,7 @@ class CountedDevice(TorchDispatchMode):
         #: Of a bucket, by the table of its matrices.
         self._elements: dict[int, int] = {}
         self.parts: dict[str, Tally] = {}
-        self.step = 0
+        self.step = self.copies_begun = self.copies_done = 0
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: set[int] = set()
