@@ -88,11 +88,6 @@ class ResidualStore(Protocol):
 class Arriving(Protocol):
     """A copy on its way from a device to where it survives the process."""
 
-    @property
-    def is_here(self) -> bool:
-        """Whether nothing is waited for any more."""
-        ...
-
     def arrive(self) -> None:
         """Have it count; waits for it."""
         ...
@@ -186,7 +181,7 @@ class Reducer(Protocol):
     def depart(self) -> Departed:
         """Begin to take off the device what was consumed in this step; nothing waits for it.
 
-        Until ``is_here`` the step may end, and others begin. What is here at once is read before the next ``begin``.
+        Its payloads are asked for before the next ``begin``.
         """
         ...
 

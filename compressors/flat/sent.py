@@ -260,11 +260,10 @@ class Taken:
         #: Layout index -> what was exchanged of it in this step, in the order of backward passes.
         self._sent: dict[int, list[tuple[SentBucket, Place]]] = {}
         self._consumed: dict[int, _Consumed] = {}
-        self._departure: Departure | None = None
 
     def begin(self) -> None:
         """Forget the last step, but for what was strange in it."""
-        self._sent, self._consumed, self._departure = {}, {}, None
+        self._sent, self._consumed = {}, {}
 
     def add(self, sent: SentBucket) -> None:
         """Note an exchange; it may end later, or break off."""
@@ -288,7 +287,7 @@ class Taken:
         for own in of_dtype.values():
             found |= self._read(own, factors, searches=searches)
         # A step may be tried again behind one that was broken off.
-        self._departure, self._consumed = None, self._consumed | found
+        self._consumed |= found
 
     def _read(
         self, gradients: Mapping[int, torch.Tensor], factors: Known, *, searches: bool
@@ -315,15 +314,11 @@ class Taken:
 
     def skip(self, parameters: Collection[int]) -> None:
         """Forget what was read of these: no optimizer has consumed it."""
-        self._departure = None
         self._consumed = {i: own for i, own in self._consumed.items() if i not in parameters}
 
     def depart(self) -> Departure:
         """Begin to copy to the host what the payloads take."""
-        if self._departure is None:
-            consumed = dict(sorted(self._consumed.items()))
-            self._departure = Departure(self._shares, consumed, self._suspects)
-        return self._departure
+        return Departure(self._shares, dict(sorted(self._consumed.items())), self._suspects)
 
 
 @dataclass(frozen=True, slots=True)

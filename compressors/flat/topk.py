@@ -253,14 +253,16 @@ class FlatTopKReducer:
         there = {i: g for i, g in enumerate(gradients) if g is not None}
         # Without DDP, nothing can change a gradient between the exchange and this call.
         self._taken.consume(there, factors, searches=self._group is not None)
+        self._departed = None
 
     def skip(self, parameters: Collection[int]) -> None:
         """See ``Reducer.skip``."""
         self._taken.skip(parameters)
+        self._departed = None
 
     def depart(self) -> DepartedTopK:
         """See ``Reducer.depart``."""
-        if self._departed is None or self._departed.departure is not self._taken.depart():
+        if self._departed is None:
             headers, departure = self._headers.depart(), self._taken.depart()
             self._departed = DepartedTopK(headers, departure, self._ranks, self._warning)
         return self._departed
@@ -304,7 +306,7 @@ class DepartedTopK:
         ranks: OfRanks[int],
         warning: ChangeWarning,
     ) -> None:
-        self.departure = departure
+        self._departure = departure
         self._headers = headers
         self._ranks = ranks
         self._warning = warning
@@ -312,19 +314,19 @@ class DepartedTopK:
     @property
     def is_here(self) -> bool:
         """See ``Departed``."""
-        return self.departure.is_here
+        return self._departure.is_here
 
     @property
     def has_missed(self) -> bool:
         """See ``Departed``."""
-        return bool(self.departure.missed)
+        return bool(self._departure.missed)
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Departed``."""
         self._headers.confirm()
-        entries = self.departure.entries(self._ranks.of(of))
-        self._warning.say(self.departure.strange)
-        lacks = missed_section(self.departure.missed)
+        entries = self._departure.entries(self._ranks.of(of))
+        self._warning.say(self._departure.strange)
+        lacks = missed_section(self._departure.missed)
         return Payload((*entries.sections(), *entries.foreign_sections(), *lacks))
 
 

@@ -120,11 +120,6 @@ class ResidualCopy:
         self._file = file
         self._mark = mark
 
-    @property
-    def is_here(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._fetch.is_done
-
     def arrive(self) -> None:
         """Have the mark name it; waits for it."""
         (values,) = self._fetch.arrived()

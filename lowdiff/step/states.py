@@ -107,11 +107,6 @@ class Sealed:
     residual: Arriving | None = None
     peers: Sequence[int] = ()
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the record is whole, or can be made so without waiting."""
-        return all(part is None or part.is_here for part in (self.departed, self.residual))
-
     def arrived(self) -> Sealed:
         """Return it with its record whole; waits for what is on its way."""
         departed = self.departed
