@@ -20,8 +20,9 @@ from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
+from lowdiff.step.late import LatePayload, LateResidual
 from lowdiff.step.proofs import Proofs
-from lowdiff.step.states import Change, Groups, Sealed, State, Step
+from lowdiff.step.states import Change, Groups, Late, Sealed, State, Step
 from lowdiff.step.verdict import Verdict
 from lowdiff.types import Differential, OptimizerStep, Payload
 
@@ -248,8 +249,11 @@ class Recorder:
         if not are_replayable:
             step.changes.add(Change.OUTSIDE)
         seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
-        residual = live.residual.copy(step.number)
         is_here = departed.is_here
+        late: list[Late] = [] if is_here else [LatePayload(departed, self._peers)]
+        copy = live.residual.copy(step.number)
+        if copy is not None:
+            late.append(LateResidual(copy))
         differential = Differential(
             step=step.number,
             incarnation=live.incarnation,
@@ -281,9 +285,7 @@ class Recorder:
             other=seen.other,
             watched=seen.watched,
             of_peers={rank: departed.payload(rank) for rank in self._peers} if is_here else {},
-            departed=None if is_here else departed,
-            residual=residual,
-            peers=self._peers,
+            late=late,
         )
 
     def _changes(self) -> frozenset[Change]:

@@ -21,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from lowdiff.errors import UsageError
-from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.verdict import Verdict
 from lowdiff.types import AverageStep, Differential, EarlierStep, OptimizerStep, Payload, Written
 
@@ -71,6 +70,14 @@ class Change(Enum):
     UNPROVEN_STATE = ""
 
 
+class Late(Protocol):
+    """A part of a sealed step on its way from an accelerator to the host."""
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """Return the step with this part of its record; waits for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sealed:
     """A step that ended.
@@ -87,10 +94,7 @@ class Sealed:
         other: Checksum of the share of rank ``watched``, as this rank has it.
         watched: The rank whose share this rank compares with its own.
         of_peers: What other ranks store of the step, by rank, made from this rank's memory; see `Reducer`.
-        departed: What the optimizers consumed, while it is on its way from an accelerator: payloads, and whether they
-            lack anything, are known once it has arrived. None where it is in the record.
-        residual: The copy of this rank's residual that the record names, while it is on its way; None for none.
-        peers: Ranks of which payloads are made as well.
+        late: Parts that are on their way from an accelerator; empty once the record is whole.
     """
 
     differential: Differential
@@ -103,27 +107,14 @@ class Sealed:
     other: int = 0
     watched: int = 0
     of_peers: Mapping[int, Payload] = field(default_factory=dict)
-    departed: Departed | None = None
-    residual: Arriving | None = None
-    peers: Sequence[int] = ()
+    late: Sequence[Late] = ()
 
     def arrived(self) -> Sealed:
         """Return it with its record whole; waits for what is on its way."""
-        departed = self.departed
-        if self.residual is not None:
-            self.residual.arrive()
-        if departed is None:
-            return self
-        payload = departed.payload()
-        of_peers = {rank: departed.payload(rank) for rank in self.peers}
-        missed = {Change.GRADIENT_MISSED} if departed.has_missed else set()
-        return replace(
-            self,
-            differential=replace(self.differential, payload=payload),
-            changes=self.changes | missed,
-            of_peers=of_peers,
-            departed=None,
-        )
+        whole = self
+        for part in self.late:
+            whole = part.complete(whole)
+        return replace(whole, late=()) if self.late else self
 
     @property
     def rebases(self) -> bool:
