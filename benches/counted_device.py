@@ -11,6 +11,7 @@ What it cannot show: time, what queues behind what, and what only a value decide
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from lowdiff.commit.pending import Pending
 from lowdiff.core import devices, transforms
 from lowdiff.persistence.format.values import _torch_types
 
@@ -93,6 +95,9 @@ class Tally:
     operators: Counter[str] = field(default_factory=Counter)
 
 
+_await, _put = Pending.wait, Pending.put
+
+
 class _CountedCopy(devices.Copy):
     """What was begun in an earlier step is here: a forward and a backward pass came in between."""
 
@@ -103,18 +108,24 @@ class _CountedCopy(devices.Copy):
         target.copy_(source, non_blocking=True)
 
     @property
-    def is_done(self) -> bool:
+    def travels(self) -> bool:
         """See ``Copy``."""
-        counted = self._counted
-        if counted is None:
-            return True
-        return counted.step > self._step or counted.copies_done > self._number
+        return self._counted is not None
 
     def finish(self) -> None:
-        """See ``Copy``."""
-        if self._counted is not None and not self.is_done:
-            self._counted.wait()
-            self._counted.copies_done = self._number + 1  # one stream copies them in their order
+        """See ``Copy``: only the training is counted; another thread has the time that this takes."""
+        counted = self._counted
+        if counted is None:
+            return
+        with counted.arrival:
+            if counted.is_counted_here and not self._is_here():
+                counted.wait()
+                counted.copies_done = self._number + 1  # one stream copies them in their order
+            counted.arrival.wait_for(self._is_here)
+
+    def _is_here(self) -> bool:
+        assert self._counted is not None
+        return self._counted.step > self._step or self._counted.copies_done > self._number
 
 
 class _NumberedFetch(devices.Fetch):
@@ -154,6 +165,11 @@ class CountedDevice(TorchDispatchMode):
         self._elements: dict[int, int] = {}
         self.parts: dict[str, Tally] = {}
         self.step = self.copies_begun = self.copies_done = 0
+        #: Notified when copies may be here.
+        self.arrival = threading.Condition()
+        self._thread = threading.get_ident()
+        #: The step of each piece of work that was left to another thread.
+        self._put: list[int] = []
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: set[int] = set()
@@ -162,13 +178,17 @@ class CountedDevice(TorchDispatchMode):
     def __enter__(self) -> Self:
         with ExitStack() as entered:
             entered.enter_context(mock.patch.multiple(devices, **self._stand_ins()))
+            waiting = lambda *given, **named: self._await(*given, **named)
+            entered.enter_context(mock.patch.object(Pending, "wait", waiting))
+            putting = lambda *given: self._note_put(*given)
+            entered.enter_context(mock.patch.object(Pending, "put", putting))
             # Here a fake tensor is one of the device, and stands for no other.
             entered.enter_context(mock.patch.object(transforms, "_FAKE", _NO_MODE))
             # Its own asks for one element after the other.
             tolist = mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist())
             entered.enter_context(tolist)
-            waits = mock.patch.object(torch.accelerator, "synchronize", self.wait)
-            entered.enter_context(waits)
+            synchronize = mock.patch.object(torch.accelerator, "synchronize", self.wait)
+            entered.enter_context(synchronize)
             stored = _torch_types()
             entered.enter_context(mock.patch.dict(stored, {FakeTensor: stored[torch.Tensor]}))
             entered.enter_context(_WithoutDriver())
@@ -180,6 +200,7 @@ class CountedDevice(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.reset()
         assert self._entered is not None
         self._entered.close()
 
@@ -195,7 +216,27 @@ class CountedDevice(TorchDispatchMode):
     def reset(self) -> None:
         """Begin all tallies anew, of another step."""
         self.parts = {}
-        self.step += 1
+        with self.arrival:
+            self.step += 1
+            self.arrival.notify_all()
+
+    @property
+    def is_counted_here(self) -> bool:
+        """Whether this is the thread that trains."""
+        return threading.get_ident() == self._thread
+
+    def _await(self, pending: Pending, most: int = 0, timeout_seconds: float | None = None) -> bool:
+        """Count that the host waits for work of this very step, before it does."""
+        if self.is_counted_here and self._put.count(self.step) > most:
+            self.wait()
+            with self.arrival:
+                self.copies_done = self.copies_begun
+                self.arrival.notify_all()
+        return _await(pending, most, timeout_seconds)
+
+    def _note_put(self, pending: Pending, *work: Any) -> None:
+        self._put.append(self.step)
+        _put(pending, *work)
 
     @property
     def _tally(self) -> Tally:

@@ -31,9 +31,12 @@ class _Here:
     """A ``Departed`` that does not travel; what was changed was noticed while it was there."""
 
     reducer: AtHand
-    is_here: ClassVar[bool] = True
+    travels: ClassVar[bool] = False
     has_missed: ClassVar[bool] = False
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Departed``."""
         return self.reducer.payload(of)
+
+    def learn(self) -> None:
+        """See ``Departed``: nothing was missed."""

@@ -79,14 +79,18 @@ class GroupedDeparted:
         self._peers = peers
 
     @property
-    def is_here(self) -> bool:
+    def travels(self) -> bool:
         """See ``Departed``."""
-        return self._departed.is_here
+        return self._departed.travels
 
     @property
     def has_missed(self) -> bool:
         """See ``Departed``."""
         return self._departed.has_missed
+
+    def learn(self) -> None:
+        """See ``Departed``."""
+        self._departed.learn()
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Departed``."""

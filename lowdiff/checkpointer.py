@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from lowdiff.attach.begin import Opened
-from lowdiff.attach.close import finish, release
+from lowdiff.attach.close import finish, release, settle_soon
 from lowdiff.attach.found import Asked
 from lowdiff.attach.open import meeting, open_session
 from lowdiff.attach.together import Wish
@@ -82,6 +82,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         "durable_step": queue.durable_step,
         "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
+        "pending_steps": session.num_pending,
         "diverged_ranks": list(session.agreement.health.ranks_apart),
         "large_items": session.large_items,
         "writer_pid": storage.writer.pid,
@@ -752,8 +753,9 @@ class Checkpointer:
         if opened is None or self._is_of_parent:
             return
         opened.protection.save_after_failure("training begins anew in this process")
+        settle_soon(opened.session)
         opened.session.meter.end("failed")
-        opened.session.storage.die(kills_processes=False)
+        opened.session.die(kills_processes=False)
         self._let_go(opened)
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
@@ -772,7 +774,7 @@ class Checkpointer:
             KeyboardInterrupt,
             SystemExit,
         ):  # a second Ctrl-C: its processes go on by themselves
-            opened.session.storage.die(kills_processes=False)
+            opened.session.die(kills_processes=False)
             raise
         finally:
             with suppress(Exception):  # what went wrong before says more

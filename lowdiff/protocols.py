@@ -97,8 +97,8 @@ class Departed(Protocol):
     """What optimizers consumed in one step, on its way from the device to the host."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether payloads can be made without waiting."""
+    def travels(self) -> bool:
+        """Whether payloads are waited for; alike on all ranks, however long they take."""
         ...
 
     def payload(self, of: int | None = None) -> Payload:
@@ -110,6 +110,13 @@ class Departed(Protocol):
         """Whether an optimizer consumed what the payload lacks; known once that was returned.
 
         What was changed on an accelerator is noticed when the payload arrives, and then may be gone.
+        """
+        ...
+
+    def learn(self) -> None:
+        """Have steps that begin from now on store more of what was found changed in this one, which has arrived.
+
+        All ranks call it before the same step: what they store must be alike.
         """
         ...
 

@@ -60,7 +60,7 @@ def kill(checkpointer: Checkpointer, *, processes: bool = True) -> None:
     Raises:
         UsageError: If it is not attached, or belongs to another process.
     """
-    checkpointer._session.storage.die(kills_processes=processes)
+    checkpointer._session.die(kills_processes=processes)
     assert checkpointer._opened is not None
     checkpointer._let_go(checkpointer._opened)
 

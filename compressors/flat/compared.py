@@ -226,11 +226,17 @@ class Departure:
             ]
         )
         self._arrived: list[Arrived] | None = None
+        self._unexplained: set[int] = set()
 
     @property
-    def is_here(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._fetch.is_done
+    def travels(self) -> bool:
+        """Whether it is waited for."""
+        return self._fetch.travels
+
+    def learn(self) -> None:
+        """Have later steps copy what was not explained in this one, and look for a factor."""
+        self._suspicion.suspects |= self._unexplained
+        self._suspicion.looks_for_factor |= bool(self._unexplained)
 
     def arrived(self) -> list[Arrived]:
         """Return what each rank stores; waits for it."""
@@ -263,6 +269,5 @@ class Departure:
         self.has_missed = not strange <= copies
         if self._has_looked:
             self.strange = sorted(strange)
-        self._suspicion.suspects |= strange
-        self._suspicion.looks_for_factor |= bool(strange)
+        self._unexplained = strange
         return made

@@ -85,7 +85,10 @@ class FlatPowerSGDReducer(PowerSGDReducer):
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
-        return self.depart().payload(of)
+        departed = self.depart()
+        payload = departed.payload(of)
+        departed.learn()
+        return payload
 
     def average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         """See ``RepresentedReducer``."""
@@ -210,14 +213,18 @@ class DepartedPowerSGD:
         self._departure = departure
 
     @property
-    def is_here(self) -> bool:
+    def travels(self) -> bool:
         """See ``Departed``."""
-        return self._departure.is_here
+        return self._departure.travels
 
     @property
     def has_missed(self) -> bool:
         """See ``Departed``."""
         return self._departure.has_missed
+
+    def learn(self) -> None:
+        """See ``Departed``."""
+        self._departure.learn()
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Departed``."""

@@ -397,9 +397,13 @@ class Departure:
         self._entries: dict[int, StoredEntries] | None = None
 
     @property
-    def is_here(self) -> bool:
-        """Whether nothing is waited for any more."""
-        return self._fetch.is_done
+    def travels(self) -> bool:
+        """Whether it is waited for."""
+        return self._fetch.travels
+
+    def learn(self) -> None:
+        """Have later steps copy what was strange in this one."""
+        self._suspects |= {*self.strange}
 
     def entries(self, rank: int) -> StoredEntries:
         """Return what a rank stores, on the CPU; waits for it."""
@@ -439,7 +443,6 @@ class Departure:
         """Note which gradients held what no rank sent."""
         self.strange = [i for i, is_strange in verdicts.items() if is_strange]
         self.missed = [i for i in self.strange if not self._consumed[i].ranges]
-        self._suspects |= {*self.strange}
 
 
 def _values(rank: int, sent: SentBucket, part: Place) -> torch.Tensor:

@@ -269,7 +269,10 @@ class FlatTopKReducer:
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Reducer.payload``."""
-        return self.depart().payload(of)
+        departed = self.depart()
+        payload = departed.payload(of)
+        departed.learn()
+        return payload
 
     def _places_of(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -312,14 +315,18 @@ class DepartedTopK:
         self._warning = warning
 
     @property
-    def is_here(self) -> bool:
+    def travels(self) -> bool:
         """See ``Departed``."""
-        return self._departure.is_here
+        return self._departure.travels
 
     @property
     def has_missed(self) -> bool:
         """See ``Departed``."""
         return bool(self._departure.missed)
+
+    def learn(self) -> None:
+        """See ``Departed``."""
+        self._departure.learn()
 
     def payload(self, of: int | None = None) -> Payload:
         """See ``Departed``."""

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 from lowdiff.attach.begin import Opened
+from lowdiff.commit.session import Session
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, WriterFailed
 from lowdiff.persistence.format.image import is_complete
@@ -42,6 +43,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             session.commit()
         if not failed:
             session.keep_staging()
+            session.settle()
             try:
                 session.hear(_MEET_SECONDS)
             except RankLost as error:
@@ -76,6 +78,12 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         _remove_staging(opened, status)
 
 
+def settle_soon(session: Session) -> None:
+    """Have steps staged that are on their way from an accelerator, which may be what failed: it gets little time."""
+    with suppress(Exception):  # what ended the training says more
+        session.settle(_HEAR_SECONDS)
+
+
 def _secure(opened: Opened) -> float:
     """Make the newest committed step durable: memory goes with a container. Returns what is left of the time for it.
 
@@ -83,6 +91,7 @@ def _secure(opened: Opened) -> float:
     """
     session, queue = opened.session, opened.session.queue
     deadline = time.monotonic() + _ABANDON_SECONDS
+    settle_soon(session)
     with suppress(Exception):  # what ended the training says more
         session.hear(_HEAR_SECONDS)
     aim = step = session.committed_step
@@ -114,7 +123,7 @@ def _remove_staging(opened: Opened, status: WriterStatus) -> None:
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
     why = opened.ranks.meet(_MEET_SECONDS)
     if not why:
-        session.committed_step = session.step
+        session.agree_on(session.step)
         shares = opened.ranks.gather(status.durable_snapshot >= session.step)
         if all(shares):
             # Where nodes have disks of their own, a node that is lost later takes its shares along.
@@ -140,6 +149,7 @@ def _sees_all_shares(opened: Opened, status: WriterStatus) -> bool:
 def _abandon(opened: Opened) -> None:
     """End replica and writer, which would hold the run; the next attach adopts what is staged."""
     storage = opened.session.storage
+    settle_soon(opened.session)
     storage.stop()
     opened.session.meter.end("failed")
     try:

@@ -42,7 +42,9 @@ class RankNews:
         has_storage_error: Whether its durable writing fails.
         owes_snapshot: Whether a snapshot could not be taken and should be.
         can_snapshot: Whether one would not stop its training.
-        has_rebased: Whether only its snapshot of the step can be recovered.
+        has_rebased: Whether it found, since the step before, a step that only a snapshot makes recoverable, which it
+            takes of this one.
+        sure: The newest step that recovery reaches from what it has staged.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
         stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
@@ -65,6 +67,7 @@ class RankNews:
     owes_snapshot: bool = False
     can_snapshot: bool = False
     has_rebased: bool = False
+    sure: int = -1
     interval: int = 0
     batch: int = 0
     stepped: int = 0

@@ -21,7 +21,6 @@ from lowdiff.core.events import Code, inform
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.step.states import Sealed
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
 from lowdiff.tuner.measured import MeasuredIncarnation, Past, failures_of, measure
@@ -106,23 +105,29 @@ class Schedule:
         return step <= self._audited_until or self.cadence.is_due(step)
 
     def settle(
-        self, sealed: Sealed, heard: Sequence[RankNews], look: Look, *, is_preempted: bool
+        self,
+        step: int,
+        heard: Sequence[RankNews],
+        look: Look,
+        *,
+        rebases: bool,
+        is_preempted: bool,
     ) -> Why | None:
         """Decide about a snapshot after a step, and count the interval from it.
 
         Args:
-            sealed: The step.
+            step: The step.
             heard: What all ranks said after the step before.
             look: At storage.
+            rebases: Whether only a snapshot makes it, or one before it, recoverable.
             is_preempted: Whether the training was told to stop soon.
 
         Returns:
             Why one is taken; None for no snapshot.
         """
-        step = sealed.differential.step
         why = decide(
             Situation(
-                rebases=sealed.rebases,
+                rebases=rebases,
                 is_due=self.cadence.is_due(step),
                 logs_steps=self._queue.logs_steps,
                 makes_images=self._queue.makes_images,

@@ -15,7 +15,6 @@ from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core import devices
-from lowdiff.core.events import Code
 from lowdiff.core.transforms import inside
 from lowdiff.errors import UsageError
 from lowdiff.model.tracked import Live
@@ -23,7 +22,7 @@ from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.step.gate import StepGate
 from lowdiff.step.recorder import Recorder
-from lowdiff.step.states import Change, Sealed, State
+from lowdiff.step.states import Sealed, State
 
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
@@ -40,8 +39,9 @@ class Session:
     behind it.
 
     Attributes:
-        step: The step that this rank staged last.
-        committed_step: The newest step that this rank knows all ranks to hold.
+        step: The step that ended last on this rank.
+        committed_step: The newest step that this rank knows all ranks to hold; on an accelerator it may trail by two
+            more than on a CPU.
         queue: Where steps are staged.
         storage: The processes that empty it.
         recorder: Records and seals steps.
@@ -58,7 +58,7 @@ class Session:
         agreement: Agreement,
         schedule: Schedule,
     ) -> None:
-        self.step = self.committed_step = self._base_step = live.base_step
+        self.step = self._heard_step = self._base_step = live.base_step
         self.queue = staging.protection.queue
         self.storage = staging.protection.storage
         self.recorder = recorder
@@ -68,7 +68,8 @@ class Session:
         self._trainer = trainer
         self._staging = staging
         self._schedule = schedule
-        self._warned: set[tuple[Code, str | Change | None]] = set()
+        #: Behind the newest optimizer step, on its device.
+        self._mark = devices.mark(live.attached.device)
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
@@ -135,6 +136,16 @@ class Session:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""
         return dict(self._live.tracker.large_items)
 
+    @property
+    def committed_step(self) -> int:
+        """See the class; for any thread."""
+        return self._staging.sure_step if self.agreement.is_alone else self._heard_step
+
+    @property
+    def num_pending(self) -> int:
+        """How many steps have ended and are on their way from an accelerator; for any thread."""
+        return self._staging.num_pending
+
     def start(self) -> None:
         """Tell the other ranks that this one is ready for its first step, as all of them are."""
         if not self.agreement.is_alone:
@@ -155,6 +166,7 @@ class Session:
     def after_optimizer(self, index: int) -> None:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
         with self._timed():
+            self._mark = devices.mark(self.device)
             self.recorder.end(index)
 
     def _timed(self) -> Timed:
@@ -176,22 +188,26 @@ class Session:
         heard, is_new = agreement.hear(timeout_seconds)
         if is_new:
             self._staging.hear(heard)
-            rebased = {news.has_rebased for news in heard}
+            rebased, sure_step = {news.has_rebased for news in heard}, min(n.sure for n in heard)
             if len(rebased) > 1:  # a snapshot exists only with every rank's share
                 self._schedule.ask(Why.OTHER_RANK)
+                if self.queue.logs_steps:
+                    self._staging.open_gap(sure_step + 1)
             if True in rebased:
                 self.recorder.proofs.reopen()
             if agreement.health.compare(self.step, heard, self.recorder.watch.digests):
                 self._schedule.ask(Why.RANKS_APART)
             else:
-                self.committed_step = self.step
+                self.agree_on(sure_step)
                 if not self.queue.logs_steps:  # a replica applies what is committed
                     self._show()
         agreement.health.check()
         return heard
 
     def commit(self) -> None:
-        """Stage the step that just ended; an accelerator is waited for.
+        """Stage the step that just ended; what is on its way from an accelerator is staged as soon as it is here.
+
+        At most two steps are on their way at a time. What staging meets there is raised by a later commit.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
@@ -207,16 +223,21 @@ class Session:
             self.gate.leave()
 
     def _commit(self) -> None:
-        devices.settle(self._live.attached.device)  # a body may run on a stream of the user's
+        devices.follow(self._mark)  # a body may run on a stream of the user's
+        with self._timed():
+            self._staging.make_room()
         look = self.keep_staging()
         with self._timed():
             heard = self._agree()
             sealed = self._seal()
             look = self._staging.stage(sealed, look)
-            self._advance(sealed, heard)
-        why = self._schedule.settle(sealed, heard, look, is_preempted=self.agreement.is_preempted)
+            has_gap = self._advance(sealed, heard)
+        is_preempted = self.agreement.is_preempted
+        why = self._schedule.settle(
+            self.step, heard, look, rebases=has_gap, is_preempted=is_preempted
+        )
         if why is not None:
-            self._staging.snapshot(sealed, look, waits=why is Why.UNREPLAYABLE)
+            self._staging.snapshot(look, waits=why in (Why.UNREPLAYABLE, Why.OTHER_RANK))
         self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 
@@ -246,34 +267,33 @@ class Session:
                 follows_snapshot=number - 1 in (self._base_step, self.queue.images.step)
                 or self._schedule.cadence.is_due(number - 1),
             )
-        sealed = sealed.arrived()  # waits for what is on its way from an accelerator
-        for name, size in self._live.tracker.large_items.items():
-            text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
-            self._warn_once(Code.LARGE_ITEM, name, text)
-        if sealed.warning:
-            self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
         return sealed
 
-    def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
-        """Take the step for staged, begin the next one, and tell the other ranks."""
+    def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> bool:
+        """Take the step for ended, begin the next one, and tell the other ranks.
+
+        Returns:
+            Whether a step has turned out since the last commit to be recovered only by a snapshot.
+        """
         self._sealed, self.step = sealed, sealed.differential.step
+        has_gap = self._staging.take_new_gap()
         self.recorder.step.stage()
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)
         if self.agreement.is_alone:
-            self.committed_step = self.step
-            if sealed.rebases:
+            if has_gap:
                 self.recorder.proofs.reopen()
         else:
             self._staging.keep_up(self.step)
-            self._tell()
+            self._tell(has_rebased=has_gap)
+        return has_gap
 
-    def _tell(self) -> None:
-        """Tell the other ranks how this one stands after the step that it staged last.
+    def _tell(self, *, has_rebased: bool = False) -> None:
+        """Tell the other ranks how this one stands after the step that ended last.
 
         They act on it a whole step later, so it goes by a look of its own.
         """
-        look = self.queue.attend()
+        look = self._staging.attend()
         sealed = self._sealed
         interval, batch = self._schedule.cadence.wish()
         news = RankNews(
@@ -282,7 +302,8 @@ class Session:
             is_preempted=self.agreement.was_told_to_stop,
             has_lost_run=self.agreement.has_lost_run,
             has_storage_error=self._trainer.errors.any,
-            has_rebased=sealed.rebases,
+            has_rebased=has_rebased,
+            sure=self._staging.sure_step,
             interval=interval,
             batch=batch,
             stepped=sealed.stepped,
@@ -306,14 +327,29 @@ class Session:
             StorageError: If it cannot be made.
         """
         with self._timed():
-            look = self.queue.attend()
+            look = self._staging.attend()
         if self._staging.is_gone(look) and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it
                 self._schedule.ask(Why.STAGING_RENEWED)
-            look = self.queue.attend()
+            look = self._staging.attend()
         return look
+
+    def settle(self, timeout_seconds: float | None = None) -> None:
+        """Wait until every step that has ended is staged; a single process takes the snapshot that one of them needs.
+
+        Args:
+            timeout_seconds: How long at most; None: as long as it takes.
+
+        Raises:
+            LowDiffError: What `commit` may raise.
+        """
+        staging = self._staging
+        staging.settle(timeout_seconds)
+        if self.agreement.is_alone and staging.has_gap and self.is_as_sealed():
+            staging.snapshot(staging.attend(), waits=True)
+            self._show()
 
     def snapshot(self, *, required: bool) -> None:
         """Stage a snapshot of the last step.
@@ -324,7 +360,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        self._staging.snapshot(self._sealed, self.queue.attend(), required=required)
+        self._staging.snapshot(self._staging.attend(), required=required)
 
     def secure(self, *, takes_live: bool) -> int:
         """Have the newest committed step become durable as training ends; returns it.
@@ -343,7 +379,11 @@ class Session:
 
     def is_storage_ready(self) -> bool:
         """Whether a snapshot of the last step would not stop training."""
-        return self.queue.is_ready_for_snapshot(self.step, self.queue.attend())
+        return self.queue.is_ready_for_snapshot(self.step, self._staging.attend())
+
+    def agree_on(self, step: int) -> None:
+        """Take a step for committed: all ranks hold it."""
+        self._heard_step = max(self._heard_step, step)
 
     def preempt(self) -> None:
         """Prepare for a near end, and tell the other ranks with the next news; for any thread."""
@@ -354,8 +394,14 @@ class Session:
         """Remove the optimizer hooks, and touch nothing else: the process has only a copy of it."""
         self._hooks.remove()
 
+    def die(self, *, kills_processes: bool) -> None:
+        """End as a process does that is killed: what is on its way is gone, and staging stays; see `Storage.die`."""
+        self._staging.drop()
+        self.storage.die(kills_processes=kills_processes)
+
     def detach(self) -> None:
         """Remove the optimizer hooks and give back what gradients and news were exchanged with."""
+        self._staging.drop()
         self._hooks.remove()
         self._objects.remove()
         self.recorder.reducer.close()
@@ -363,13 +409,8 @@ class Session:
 
     def _show(self) -> None:
         is_preempted = self.agreement.is_preempted
-        self._staging.show(self.step, self.committed_step, preempted=is_preempted)
+        self._staging.show(self.committed_step, preempted=is_preempted)
         self.agreement.note(self._live.incarnation, self.committed_step)
-
-    def _warn_once(self, code: Code, key: str | Change | None, text: str) -> None:
-        if (code, key) not in self._warned:
-            self._warned.add((code, key))
-            code.warn(f"{text}. This is said once", rank=self._live.rank)
 
 
 class OptimizerHooks:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from lowdiff.commit.agreement import RankNews
+from lowdiff.commit.pending import Pending
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code
 from lowdiff.core.layout import share_owners
-from lowdiff.errors import StorageError
+from lowdiff.errors import LowDiffError, StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
@@ -32,11 +34,15 @@ from lowdiff.recovery.state import (
     decode_item,
     is_scalar,
 )
-from lowdiff.step.states import Sealed
+from lowdiff.step.late import MOST_LATE
+from lowdiff.step.states import Change, Sealed
 
 
 class Staging:
     """One rank's staging memory as training fills it: what is staged goes through all sinks, in one order.
+
+    A step that is on its way from an accelerator is staged by another thread, once it is here; a lock sees that one
+    thread at a time fills staging.
 
     Large because all that is handed on passes here. Whatever finds that somebody removed it goes on: the next commit makes it anew.
 
@@ -48,6 +54,9 @@ class Staging:
 
     Attributes:
         protection: As given.
+        step: The step that was staged last.
+        sure_step: The newest step that recovery reaches from what is staged here: nothing before it, or it, waits for
+            a snapshot without which it cannot be recovered.
     """
 
     def __init__(
@@ -63,6 +72,72 @@ class Staging:
         self._live = live
         self._queue = protection.queue
         self._sinks = protection.sinks
+        self._lock = threading.RLock()
+        self._pending = Pending(self._lock)
+        self.step = live.base_step
+        #: The first step that only a snapshot makes recoverable; None where there is none.
+        self._gap: int | None = None
+        self._has_new_gap = False
+        self._warned: set[tuple[Code, str | Change | None]] = set()
+
+    @property
+    def sure_step(self) -> int:
+        """See the class; for any thread."""
+        gap = self._gap
+        return self.step if gap is None else gap - 1
+
+    @property
+    def num_pending(self) -> int:
+        """How many steps have ended and are not staged; for any thread."""
+        return len(self._pending)
+
+    def attend(self) -> Look:
+        """See `Queue.attend`."""
+        with self._lock:
+            return self._queue.attend()
+
+    def make_room(self) -> None:
+        """Wait until one more step may be on its way from an accelerator; raises what staging met meanwhile.
+
+        Raises:
+            WriterFailed: See `Sink.stage`.
+            StorageError: See `Sink.stage`.
+            LowDiffError: What else a step was found to be when it was here.
+        """
+        if self._pending:
+            self._pending.wait(MOST_LATE - 1)
+
+    def settle(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every step that has ended is staged; returns whether that is so.
+
+        Args:
+            timeout_seconds: How long at most.
+
+        Raises:
+            LowDiffError: See `make_room`.
+        """
+        return self._pending.wait(timeout_seconds=timeout_seconds)
+
+    def drop(self) -> None:
+        """Stage nothing more of what is on its way."""
+        self._pending.drop()
+
+    def open_gap(self, step: int) -> None:
+        """Note that from a step on only a snapshot makes steps recoverable, because another rank lacks one."""
+        with self._lock:
+            if self._gap is None or step < self._gap:
+                self._gap = step
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether staged steps wait for a snapshot that makes them recoverable."""
+        return self._gap is not None
+
+    def take_new_gap(self) -> bool:
+        """Whether a step was staged, since the last call, that only a snapshot of it or a later one makes recoverable."""
+        with self._lock:
+            has_new_gap, self._has_new_gap = self._has_new_gap, False
+            return has_new_gap
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
@@ -75,17 +150,19 @@ class Staging:
     def news(self, step: int, look: Look) -> dict[str, Any]:
         """Return fields of `RankNews` that say how the sinks stand after a step."""
         news = {"owes_snapshot": self.owes_snapshot(look)}
-        for sink in self._sinks:
-            news |= sink.news(step, look)
+        with self._lock:
+            for sink in self._sinks:
+                news |= sink.news(step, look)
         return news
 
     def hear(self, heard: Sequence[RankNews]) -> None:
-        """Note what all ranks said after the step that was staged last."""
-        for sink in self._sinks:
-            sink.hear(heard)
+        """Note what all ranks said after the step that ended last."""
+        with self._lock:
+            for sink in self._sinks:
+                sink.hear(heard)
 
     def keep_up(self, step: int) -> None:
-        """Wait for what is too far behind the step that was staged last."""
+        """Wait for what is too far behind a step."""
         for sink in self._sinks:
             sink.keep_up(step)
 
@@ -99,11 +176,12 @@ class Staging:
         every = (sink.items(step) for sink in self._sinks)
         return next((items for items in every if items is not None), None)
 
-    def show(self, step: int, committed_step: int, *, preempted: bool) -> None:
+    def show(self, committed_step: int, *, preempted: bool) -> None:
         """Tell all processes, and who watches the run, how far this rank is."""
-        told = self._trainer.page.status.settled_step
-        settled = [sink.show(step, committed_step, told) for sink in self._sinks]
-        self._trainer.show(step, min(settled), preempted=preempted)
+        with self._lock:
+            told = self._trainer.page.status.settled_step
+            settled = [sink.show(self.step, committed_step, told) for sink in self._sinks]
+            self._trainer.show(self.step, min(settled), preempted=preempted)
 
     def is_as_committed(self) -> bool:
         """Whether nothing wrote to what sinks would save, since the last commit."""
@@ -115,10 +193,13 @@ class Staging:
         Raises:
             StorageError: If it cannot be made.
         """
-        try:
-            self._renew(step)
-        except (OSError, StorageError):  # whoever removes files may not have finished
-            self._renew(step)
+        with suppress(LowDiffError):  # what is on its way finds no log, and is lost with it
+            self.settle()
+        with self._lock:
+            try:
+                self._renew(step)
+            except (OSError, StorageError):  # whoever removes files may not have finished
+                self._renew(step)
         durable_step = self.protection.storage.writer.read_status().durable_step
         root = self._trainer.folder.root
         Code.STAGING_REMOVED.warn(
@@ -140,6 +221,7 @@ class Staging:
 
     def stage_base(self, base: Sealed) -> None:
         """Stage what an incarnation starts from, should it die in its first step."""
+        self._sealed = base
         handed = Handed(base, self._queue.attend())
         for sink in self._sinks:
             handed = sink.stage_base(handed)
@@ -147,7 +229,7 @@ class Staging:
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Stage gradients before their optimizer's step ends, where that saves a copy."""
-        with self._unless_gone():
+        with self._lock, self._unless_gone():
             ahead = Ahead(step, number, (), None)
             if not self._queue.logs_steps:
                 sections = numbered(reducer.payload().sections, number)
@@ -156,32 +238,71 @@ class Staging:
                 sink.stage_ahead(ahead)
 
     def stage(self, sealed: Sealed, look: Look) -> Look:
-        """Stage a step; returns the newest look at storage."""
+        """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
+        if self._queue.logs_steps and (sealed.late or self._pending):
+            self._pending.put(sealed.arrived, self._stage_arrived)
+            return look
+        # What others keep beside the step, live state or gradients staged ahead, is of no step before.
+        return self._stage(sealed.arrived(), look)
+
+    def _stage_arrived(self, sealed: Sealed) -> None:
+        self._stage(sealed, self._queue.attend())
+        page = self._trainer.page.status
+        self._trainer.show(self.step, page.settled_step, preempted=page.preempted)
+
+    def _stage(self, sealed: Sealed, look: Look) -> Look:
         handed = Handed(sealed, look)
+        self._say(sealed)
         with self._unless_gone():
             try:
                 for sink in self._sinks:
                     handed = sink.stage(handed)
             finally:
                 self._trainer.counters.staged_bytes += handed.staged_bytes
+        self.step = sealed.differential.step
+        self._sealed = sealed
+        self._has_new_gap |= sealed.rebases
+        if sealed.rebases and self._queue.logs_steps:
+            self.open_gap(self.step)
         return handed.look
 
-    def snapshot(
-        self, sealed: Sealed, look: Look, *, required: bool = False, waits: bool = False
-    ) -> None:
-        """Stage a snapshot of a sealed step, unless that was the last one staged.
+    def _say(self, sealed: Sealed) -> None:
+        """Say once of each kind what costs much: a step that needs a snapshot, an item that is logged whole."""
+        for name, size in self._live.tracker.large_items.items():
+            text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
+            self._warn_once(Code.LARGE_ITEM, name, text)
+        if sealed.warning:
+            self._warn_once(Code.STEP_NEEDS_SNAPSHOT, sealed.first_change, sealed.warning)
+
+    def _warn_once(self, code: Code, key: str | Change | None, text: str) -> None:
+        if (code, key) not in self._warned:
+            self._warned.add((code, key))
+            code.warn(f"{text}. This is said once", rank=self._live.rank)
+
+    def snapshot(self, look: Look, *, required: bool = False, waits: bool = False) -> None:
+        """Stage a snapshot of the step that ended last, unless that was the last one staged.
 
         Args:
-            sealed: The step; the live state must still be its state.
             look: At storage.
             required: Whether to wait for memory, and for the snapshot before.
             waits: Whether to wait until it is durable, unless ``backpressure="degrade"``.
 
+        The live state must still be that of the step.
+
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        step, images = sealed.differential.step, self._queue.images
-        with nullcontext() if required else self._unless_gone():
+        images = self._queue.images
+        try:
+            self.settle()
+        except LowDiffError:  # at the next commit it is tried again, and raised
+            if required:
+                raise
+            images.is_owed = True
+            return
+        sealed = self._sealed
+        step = sealed.differential.step
+        with self._lock, nullcontext() if required else self._unless_gone():
             if images.step != step:
                 items = self.items(step)
                 tensors = partial(share_of, self._live, sealed)
@@ -193,6 +314,8 @@ class Staging:
                 for sink in self._sinks:
                     snapshot = sink.snapshot(snapshot)
                 look = snapshot.look
+                if images.step == step:
+                    self._gap = None
             if waits and not self._trainer.degrades:
                 self._queue.wait_for_snapshot(look)
 

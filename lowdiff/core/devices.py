@@ -59,6 +59,17 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=None if may_look(device) else [device])
 
 
+def mark(device: torch.device) -> torch.Event | None:
+    """Return a mark behind what this thread has queued on a device so far; see `follow`. None where nothing is queued."""
+    return None if device.type != "cuda" else stream_of(device).record_event()
+
+
+def follow(mark: torch.Event | None) -> None:
+    """Have what this thread queues from now on run behind a mark of another stream; the host does not wait."""
+    if mark is not None:
+        stream_of(mark.device).wait_event(mark)
+
+
 def settle(device: torch.device) -> None:
     """Wait until nothing is queued on a device any more, on any stream."""
     if not may_look(device):
@@ -133,9 +144,9 @@ class Copy:
         self._event = stream.record_event()
 
     @property
-    def is_done(self) -> bool:
-        """Whether it is here."""
-        return self._event is None or bool(self._event.query())
+    def travels(self) -> bool:
+        """Whether it takes its time: on the host it was here at once."""
+        return self._event is not None
 
     def finish(self) -> None:
         """Wait until it is here."""
@@ -175,9 +186,9 @@ class Fetch:
         ]
 
     @property
-    def is_done(self) -> bool:
-        """Whether they are here."""
-        return all(one.is_done for one in self._copies)
+    def travels(self) -> bool:
+        """Whether they come from a device; else they were here at once."""
+        return any(one.travels for one in self._copies)
 
     def arrived(self) -> list[torch.Tensor]:
         """Return them on the CPU, once they are here."""

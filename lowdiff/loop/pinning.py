@@ -25,6 +25,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         RunInUse: If old files are being removed for longer than ``settings.lock_seconds``.
     """
     folder, session = settings.folder, opened.session
+    session.settle()
     if step is None:
         step = session.committed_step
     if step < 0:

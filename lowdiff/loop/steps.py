@@ -153,6 +153,7 @@ class TrainingLoop:
                     "end steps by commit() alone, in a loop of your own"
                 )
             self._commit()
+        session.settle()
         self.ends()
 
     def ends(self) -> None:

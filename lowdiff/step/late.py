@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.states import Change, Sealed
 
+#: Steps that may be on their way when another one is: what one of them says counts for all ranks at the same later one.
+MOST_LATE = 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePayload:

@@ -16,11 +16,11 @@ from lowdiff.model.binding import hyper_parameters
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import ReplayGuard, StepGuard, Watch
 from lowdiff.persistence.format.values import encode, same
-from lowdiff.protocols import Reducer
+from lowdiff.protocols import Departed, Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
-from lowdiff.step.late import LatePayload, LateResidual
+from lowdiff.step.late import MOST_LATE, LatePayload, LateResidual
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Late, Sealed, State, Step
 from lowdiff.step.verdict import Verdict
@@ -84,6 +84,8 @@ class Recorder:
             live.world_size,
             mode=watches,
         )
+        #: Step -> what its optimizers consumed, on its way: all ranks learn from it before the same step.
+        self._departed: dict[int, Departed] = {}
         self.step = Step(-1, 0)
 
     def base(self) -> Sealed:
@@ -109,7 +111,9 @@ class Recorder:
         )
 
     def begin(self, step: int) -> None:
-        """Open the step that leads to state ``step``."""
+        """Open the step that leads to state ``step``; of those before it no more than `MOST_LATE` are on their way."""
+        while self._departed and min(self._departed) < step - MOST_LATE:
+            self._departed.pop(min(self._departed)).learn()
         self.step = Step(step, len(self._live.attached.optimizers))
         self.proofs.begin()
         self.reducer.begin(stamp_of(self._live.incarnation, step))
@@ -249,8 +253,17 @@ class Recorder:
         if not are_replayable:
             step.changes.add(Change.OUTSIDE)
         seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
-        is_here = departed.is_here
-        late: list[Late] = [] if is_here else [LatePayload(departed, self._peers)]
+        payload, of_peers = Payload(()), dict[int, Payload]()
+        late: list[Late] = []
+        if departed.travels:
+            late.append(LatePayload(departed, self._peers))
+            self._departed[step.number] = departed
+        else:
+            payload = departed.payload()
+            of_peers = {rank: departed.payload(rank) for rank in self._peers}
+            departed.learn()
+            if departed.has_missed:
+                step.changes.add(Change.GRADIENT_MISSED)
         copy = live.residual.copy(step.number)
         if copy is not None:
             late.append(LateResidual(copy))
@@ -262,7 +275,7 @@ class Recorder:
             optimizers=optimizers,
             absent=tuple(sorted(step.absent)),
             held=held,
-            payload=departed.payload() if is_here else Payload(()),
+            payload=payload,
             items=items,
             residual=live.residual.mark(),
             digests=seen.digests,
@@ -271,8 +284,6 @@ class Recorder:
             written=seen.written,
             earlier=step.earlier,
         )
-        if is_here and departed.has_missed:
-            step.changes.add(Change.GRADIENT_MISSED)
         stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
         return Sealed(
             differential,
@@ -284,7 +295,7 @@ class Recorder:
             own=seen.own,
             other=seen.other,
             watched=seen.watched,
-            of_peers={rank: departed.payload(rank) for rank in self._peers} if is_here else {},
+            of_peers=of_peers,
             late=late,
         )
 

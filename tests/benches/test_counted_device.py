@@ -101,7 +101,7 @@ def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> Non
         assert devices.may_look(torch.ones(3))
         assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
         assert x.sum().item() == 0
-    assert devices.fetch([torch.ones(3)]).is_done
+    assert not devices.fetch([torch.ones(3)]).travels
 
 
 @pytest.mark.slow

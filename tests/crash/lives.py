@@ -119,7 +119,10 @@ def _lived(
 
 @contextmanager
 def as_from_an_accelerator(seed: int) -> Iterator[None]:
-    """Payloads arrive late, and staging has copies of the residual, of each step: then a resume is exact."""
+    """Payloads arrive late, and staging has copies of the residual, of each step: then a resume is exact.
+
+    A copy more than usual, where three are of 48 steps: ranks may be a step apart, and stage two steps late.
+    """
 
     def copied(path: Path, layout: Layout, loss_scale: LossScale) -> CopiedResidual:
         return CopiedResidual(path, layout, torch.device("cpu"), loss_scale)
@@ -128,6 +131,7 @@ def as_from_an_accelerator(seed: int) -> Iterator[None]:
         lowdiff.testing.late_copies(seed=seed),
         mock.patch("lowdiff.attach.begin.StagedResidual", copied),
         mock.patch("lowdiff.step.residual.COPIED_EVERY", 1),
+        mock.patch("lowdiff.step.residual.NUM_SLOTS", 4),
     ):
         yield
 

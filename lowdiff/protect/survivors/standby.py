@@ -19,6 +19,7 @@ import torch
 
 from lowdiff.commit.sinks import Ahead, Handed, Sink
 from lowdiff.commit.storage import Look
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.placement import Node
 from lowdiff.errors import StorageError
@@ -85,7 +86,11 @@ class Standby(Sink):
         return base
 
     def stage(self, handed: Handed) -> Handed:
-        """See `Sink`: the items of the step; training goes on where they find no memory."""
+        """See `Sink`: the items of the step; training goes on where they find no memory.
+
+        An accelerator is waited for: the live state must be that of the step as soon as somebody may save it.
+        """
+        devices.settle(self._live.attached.device)
         self._note_live()
         if self.page.status.ready_step >= 0:  # a failure that was none
             self.tell(ready_step=-1)

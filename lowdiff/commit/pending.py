@@ -1,0 +1,111 @@
+"""Work that waits for an accelerator, and is done in its order as soon as it can be, without another call."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One piece of work.
+
+    Attributes:
+        arrive: Waits for what is on its way, and returns it; without the lock.
+        take: Takes what has arrived, under the lock.
+        arrived: What has arrived, in a tuple; None before.
+    """
+
+    arrive: Callable[[], Any]
+    take: Callable[[Any], None]
+    arrived: tuple[Any] | None = None
+
+
+class Pending:
+    """Does work in its order: a thread of its own waits for each piece, and then does it under a lock.
+
+    Work that fails stays the first. What it raised is raised where training waits next, and then it is tried again: so
+    nothing that comes behind it is done before.
+
+    Args:
+        lock: Held while work is done; a thread that holds it and waits here lets go of it meanwhile.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._turn = threading.Condition(lock)
+        self._jobs: deque[_Job] = deque()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    def __len__(self) -> int:
+        """How much is left; for any thread."""
+        return len(self._jobs)
+
+    def put(self, arrive: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        """Do something once what it takes is here.
+
+        Args:
+            arrive: Waits for it, and returns it. Called in the thread, once unless it fails.
+            take: Called with that, under the lock.
+        """
+        with self._turn:
+            self._jobs.append(_Job(arrive, take))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="lowdiff-staging", daemon=True
+                )
+                self._thread.start()
+            self._turn.notify_all()
+
+    def wait(self, most: int = 0, timeout_seconds: float | None = None) -> bool:
+        """Wait until no more is left than this; what failed before is raised, and tried again.
+
+        Args:
+            most: Pieces of work.
+            timeout_seconds: How long at most; None: a device that hangs is waited for as a training waits for it.
+
+        Returns:
+            Whether no more is left.
+        """
+        with self._turn:
+            self._turn.wait_for(
+                lambda: len(self._jobs) <= most or self._error is not None, timeout_seconds
+            )
+            error, self._error = self._error, None
+            if error is not None:
+                self._turn.notify_all()
+                raise error
+            return len(self._jobs) <= most
+
+    def drop(self) -> None:
+        """Do nothing more, as after the end of the process; what is under way is waited for no longer than its device takes."""
+        with self._turn:
+            self._is_over = True
+            self._jobs.clear()
+            self._turn.notify_all()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                if job.arrived is None:
+                    job.arrived = (job.arrive(),)
+                with self._turn:
+                    if self._is_over:
+                        return
+                    job.take(*job.arrived)
+                    self._jobs.popleft()
+                    self._turn.notify_all()
+            except BaseException as error:  # noqa: BLE001  raised where training waits
+                with self._turn:
+                    self._error = error
+                    self._turn.notify_all()
+
+    def _next(self) -> _Job | None:
+        """Wait for work, or for the end, where there is none."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_over or (self._jobs and self._error is None))
+            return None if self._is_over else self._jobs[0]
