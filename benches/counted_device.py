@@ -95,7 +95,7 @@ class Tally:
     operators: Counter[str] = field(default_factory=Counter)
 
 
-_await, _put = Pending.wait, Pending.put
+_await, _put = Pending.finish, Pending.put
 
 
 class _CountedCopy(devices.Copy):
@@ -179,7 +179,7 @@ class CountedDevice(TorchDispatchMode):
         with ExitStack() as entered:
             entered.enter_context(mock.patch.multiple(devices, **self._stand_ins()))
             waiting = lambda *given, **named: self._await(*given, **named)
-            entered.enter_context(mock.patch.object(Pending, "wait", waiting))
+            entered.enter_context(mock.patch.object(Pending, "finish", waiting))
             putting = lambda *given: self._note_put(*given)
             entered.enter_context(mock.patch.object(Pending, "put", putting))
             # Here a fake tensor is one of the device, and stands for no other.
@@ -200,7 +200,7 @@ class CountedDevice(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.reset()
+        self._pass()
         assert self._entered is not None
         self._entered.close()
 
@@ -216,6 +216,10 @@ class CountedDevice(TorchDispatchMode):
     def reset(self) -> None:
         """Begin all tallies anew, of another step."""
         self.parts = {}
+        self._pass()
+
+    def _pass(self) -> None:
+        """A step has gone by: what was begun in it is here."""
         with self.arrival:
             self.step += 1
             self.arrival.notify_all()

@@ -1,4 +1,4 @@
-"""Work that waits for an accelerator, and is done in its order as soon as it can be, without another call."""
+"""Steps on their way from an accelerator to staging, and how far they have come."""
 
 from __future__ import annotations
 
@@ -7,6 +7,63 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+#: Steps that may be on their way.
+MOST_LATE = 2
+
+
+class Reach:
+    """How far the steps of one rank are staged; read by any thread.
+
+    Args:
+        lock: Held while a step is staged.
+        needs_all: Whether a step is recovered only from what all ranks have staged of it.
+
+    Attributes:
+        step: The step that was staged last.
+    """
+
+    def __init__(self, lock: threading.RLock, *, needs_all: bool) -> None:
+        self.step = -1
+        self._lock = lock
+        self._needs_all = needs_all
+        self._gap: int | None = None
+        self._has_news = False
+
+    @property
+    def sure_step(self) -> int:
+        """The newest step that recovery reaches: none up to it waits for a snapshot."""
+        gap = self._gap
+        return self.step if gap is None else gap - 1
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether staged steps wait for a snapshot that makes them recoverable."""
+        return self._gap is not None
+
+    def staged(self, step: int, *, rebases: bool) -> None:
+        """Note a step, and whether only a snapshot of it, or of a later one, makes it recoverable."""
+        with self._lock:
+            self.step = step
+            self._has_news |= rebases
+            if rebases:
+                self.open_gap(step)
+
+    def open_gap(self, step: int) -> None:
+        """Note that steps from this one on wait for a snapshot: a rank lacks what others need of it."""
+        with self._lock:
+            if self._needs_all:
+                self._gap = step if self._gap is None else min(self._gap, step)
+
+    def snapshot_staged(self) -> None:
+        """Note a snapshot of the step that was staged last."""
+        self._gap = None
+
+    def take_news(self) -> bool:
+        """Whether a step was staged, since the last call, that waits for a snapshot."""
+        with self._lock:
+            has_news, self._has_news = self._has_news, False
+            return has_news
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +118,7 @@ class Pending:
                 self._thread.start()
             self._turn.notify_all()
 
-    def wait(self, most: int = 0, timeout_seconds: float | None = None) -> bool:
+    def finish(self, most: int = 0, timeout_seconds: float | None = None) -> bool:
         """Wait until no more is left than this; what failed before is raised, and tried again.
 
         Args:

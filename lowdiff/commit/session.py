@@ -139,7 +139,7 @@ class Session:
     @property
     def committed_step(self) -> int:
         """See the class; for any thread."""
-        return self._staging.sure_step if self.agreement.is_alone else self._heard_step
+        return self._staging.reach.sure_step if self.agreement.is_alone else self._heard_step
 
     @property
     def num_pending(self) -> int:
@@ -191,8 +191,7 @@ class Session:
             rebased, sure_step = {news.has_rebased for news in heard}, min(n.sure for n in heard)
             if len(rebased) > 1:  # a snapshot exists only with every rank's share
                 self._schedule.ask(Why.OTHER_RANK)
-                if self.queue.logs_steps:
-                    self._staging.open_gap(sure_step + 1)
+                self._staging.reach.open_gap(sure_step + 1)
             if True in rebased:
                 self.recorder.proofs.reopen()
             if agreement.health.compare(self.step, heard, self.recorder.watch.digests):
@@ -276,7 +275,7 @@ class Session:
             Whether a step has turned out since the last commit to be recovered only by a snapshot.
         """
         self._sealed, self.step = sealed, sealed.differential.step
-        has_gap = self._staging.take_new_gap()
+        has_gap = self._staging.reach.take_news()
         self.recorder.step.stage()
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)
@@ -303,7 +302,7 @@ class Session:
             has_lost_run=self.agreement.has_lost_run,
             has_storage_error=self._trainer.errors.any,
             has_rebased=has_rebased,
-            sure=self._staging.sure_step,
+            sure=self._staging.reach.sure_step,
             interval=interval,
             batch=batch,
             stepped=sealed.stepped,
@@ -347,7 +346,7 @@ class Session:
         """
         staging = self._staging
         staging.settle(timeout_seconds)
-        if self.agreement.is_alone and staging.has_gap and self.is_as_sealed():
+        if self.agreement.is_alone and staging.reach.has_gap and self.is_as_sealed():
             staging.snapshot(staging.attend(), waits=True)
             self._show()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.pending import Pending
+from lowdiff.commit.pending import MOST_LATE, Pending, Reach
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
@@ -34,7 +35,6 @@ from lowdiff.recovery.state import (
     decode_item,
     is_scalar,
 )
-from lowdiff.step.late import MOST_LATE
 from lowdiff.step.states import Change, Sealed
 
 
@@ -54,9 +54,7 @@ class Staging:
 
     Attributes:
         protection: As given.
-        step: The step that was staged last.
-        sure_step: The newest step that recovery reaches from what is staged here: nothing before it, or it, waits for
-            a snapshot without which it cannot be recovered.
+        reach: How far steps are staged.
     """
 
     def __init__(
@@ -67,24 +65,17 @@ class Staging:
         protection: Protection,
     ) -> None:
         self.protection = protection
+        self._lock = threading.RLock()
+        self.reach = Reach(self._lock, needs_all=protection.queue.logs_steps)
         self._area = area
         self._trainer = trainer
         self._live = live
         self._queue = protection.queue
         self._sinks = protection.sinks
-        self._lock = threading.RLock()
         self._pending = Pending(self._lock)
-        self.step = live.base_step
-        #: The first step that only a snapshot makes recoverable; None where there is none.
-        self._gap: int | None = None
-        self._has_new_gap = False
+        #: Steps of which others have not learned yet.
+        self._late: deque[Sealed] = deque()
         self._warned: set[tuple[Code, str | Change | None]] = set()
-
-    @property
-    def sure_step(self) -> int:
-        """See the class; for any thread."""
-        gap = self._gap
-        return self.step if gap is None else gap - 1
 
     @property
     def num_pending(self) -> int:
@@ -105,7 +96,7 @@ class Staging:
             LowDiffError: What else a step was found to be when it was here.
         """
         if self._pending:
-            self._pending.wait(MOST_LATE - 1)
+            self._pending.finish(MOST_LATE - 1)
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every step that has ended is staged; returns whether that is so.
@@ -116,28 +107,11 @@ class Staging:
         Raises:
             LowDiffError: See `make_room`.
         """
-        return self._pending.wait(timeout_seconds=timeout_seconds)
+        return self._pending.finish(timeout_seconds=timeout_seconds)
 
     def drop(self) -> None:
         """Stage nothing more of what is on its way."""
         self._pending.drop()
-
-    def open_gap(self, step: int) -> None:
-        """Note that from a step on only a snapshot makes steps recoverable, because another rank lacks one."""
-        with self._lock:
-            if self._gap is None or step < self._gap:
-                self._gap = step
-
-    @property
-    def has_gap(self) -> bool:
-        """Whether staged steps wait for a snapshot that makes them recoverable."""
-        return self._gap is not None
-
-    def take_new_gap(self) -> bool:
-        """Whether a step was staged, since the last call, that only a snapshot of it or a later one makes recoverable."""
-        with self._lock:
-            has_new_gap, self._has_new_gap = self._has_new_gap, False
-            return has_new_gap
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged the folder, or files of it."""
@@ -180,8 +154,9 @@ class Staging:
         """Tell all processes, and who watches the run, how far this rank is."""
         with self._lock:
             told = self._trainer.page.status.settled_step
-            settled = [sink.show(self.step, committed_step, told) for sink in self._sinks]
-            self._trainer.show(self.step, min(settled), preempted=preempted)
+            step = self.reach.step
+            settled = [sink.show(step, committed_step, told) for sink in self._sinks]
+            self._trainer.show(step, min(settled), preempted=preempted)
 
     def is_as_committed(self) -> bool:
         """Whether nothing wrote to what sinks would save, since the last commit."""
@@ -222,6 +197,7 @@ class Staging:
     def stage_base(self, base: Sealed) -> None:
         """Stage what an incarnation starts from, should it die in its first step."""
         self._sealed = base
+        self.reach.staged(base.differential.step, rebases=False)
         handed = Handed(base, self._queue.attend())
         for sink in self._sinks:
             handed = sink.stage_base(handed)
@@ -241,14 +217,19 @@ class Staging:
         """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
         if self._queue.logs_steps and (sealed.late or self._pending):
             self._pending.put(sealed.arrived, self._stage_arrived)
+            self._late.append(sealed)
+            if len(self._late) > MOST_LATE:  # this one has arrived on all ranks
+                self._late.popleft().learn()
             return look
         # What others keep beside the step, live state or gradients staged ahead, is of no step before.
-        return self._stage(sealed.arrived(), look)
+        look = self._stage(sealed.arrived(), look)
+        sealed.learn()
+        return look
 
     def _stage_arrived(self, sealed: Sealed) -> None:
         self._stage(sealed, self._queue.attend())
         page = self._trainer.page.status
-        self._trainer.show(self.step, page.settled_step, preempted=page.preempted)
+        self._trainer.show(self.reach.step, page.settled_step, preempted=page.preempted)
 
     def _stage(self, sealed: Sealed, look: Look) -> Look:
         handed = Handed(sealed, look)
@@ -259,11 +240,8 @@ class Staging:
                     handed = sink.stage(handed)
             finally:
                 self._trainer.counters.staged_bytes += handed.staged_bytes
-        self.step = sealed.differential.step
         self._sealed = sealed
-        self._has_new_gap |= sealed.rebases
-        if sealed.rebases and self._queue.logs_steps:
-            self.open_gap(self.step)
+        self.reach.staged(sealed.differential.step, rebases=sealed.rebases)
         return handed.look
 
     def _say(self, sealed: Sealed) -> None:
@@ -315,7 +293,7 @@ class Staging:
                     snapshot = sink.snapshot(snapshot)
                 look = snapshot.look
                 if images.step == step:
-                    self._gap = None
+                    self.reach.snapshot_staged()
             if waits and not self._trainer.degrades:
                 self._queue.wait_for_snapshot(look)
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.states import Change, Sealed
 
-#: Steps that may be on their way when another one is: what one of them says counts for all ranks at the same later one.
-MOST_LATE = 2
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePayload:
@@ -37,6 +34,10 @@ class LatePayload:
             of_peers=of_peers,
         )
 
+    def learn(self) -> None:
+        """See `Late`."""
+        self.departed.learn()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateResidual:
@@ -52,3 +53,6 @@ class LateResidual:
         """See `Late`."""
         self.copy.arrive()
         return sealed
+
+    def learn(self) -> None:
+        """See `Late`: nothing follows from it."""

@@ -16,11 +16,11 @@ from lowdiff.model.binding import hyper_parameters
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import ReplayGuard, StepGuard, Watch
 from lowdiff.persistence.format.values import encode, same
-from lowdiff.protocols import Departed, Reducer
+from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
-from lowdiff.step.late import MOST_LATE, LatePayload, LateResidual
+from lowdiff.step.late import LatePayload, LateResidual
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Late, Sealed, State, Step
 from lowdiff.step.verdict import Verdict
@@ -84,8 +84,6 @@ class Recorder:
             live.world_size,
             mode=watches,
         )
-        #: Step -> what its optimizers consumed, on its way: all ranks learn from it before the same step.
-        self._departed: dict[int, Departed] = {}
         self.step = Step(-1, 0)
 
     def base(self) -> Sealed:
@@ -111,9 +109,7 @@ class Recorder:
         )
 
     def begin(self, step: int) -> None:
-        """Open the step that leads to state ``step``; of those before it no more than `MOST_LATE` are on their way."""
-        while self._departed and min(self._departed) < step - MOST_LATE:
-            self._departed.pop(min(self._departed)).learn()
+        """Open the step that leads to state ``step``."""
         self.step = Step(step, len(self._live.attached.optimizers))
         self.proofs.begin()
         self.reducer.begin(stamp_of(self._live.incarnation, step))
@@ -257,7 +253,6 @@ class Recorder:
         late: list[Late] = []
         if departed.travels:
             late.append(LatePayload(departed, self._peers))
-            self._departed[step.number] = departed
         else:
             payload = departed.payload()
             of_peers = {rank: departed.payload(rank) for rank in self._peers}

@@ -77,6 +77,10 @@ class Late(Protocol):
         """Return the step with this part of its record; waits for it."""
         ...
 
+    def learn(self) -> None:
+        """Have later steps go by what was found, once it is here: before the same step on all ranks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sealed:
@@ -115,6 +119,11 @@ class Sealed:
         for part in self.late:
             whole = part.complete(whole)
         return replace(whole, late=()) if self.late else self
+
+    def learn(self) -> None:
+        """See `Late.learn`."""
+        for part in self.late:
+            part.learn()
 
     @property
     def rebases(self) -> bool:
