@@ -80,7 +80,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         },
         **({} if storage.publisher is None else storage.publisher.figures()),
         "durable_step": queue.durable_step,
-        "snapshot_step": queue.images.step,
+        "snapshot_step": queue.images.staged_step,
         "committed_step": session.committed_step,
         "pending_steps": session.num_pending,
         "diverged_ranks": list(session.agreement.health.ranks_apart),

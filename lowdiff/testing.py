@@ -17,9 +17,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ import torch
 
 from lowdiff.checkpointer import Checkpointer
 from lowdiff.core import devices
+from lowdiff.core.memory import byte_view
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.limits import PLACES
 
@@ -200,18 +202,27 @@ def late_copies(
     chance = random.Random(seed)
 
     class Late(devices.Copy):
-        def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-            target.view(torch.uint8).fill_(0xFF)
+        def __init__(
+            self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        ) -> None:
+            for target in targets:
+                byte_view(target)[:] = bytes([0xFF]) * target.nbytes
+            self._sources = sources
             here = threading.Event()
 
             def arrive() -> None:
-                target.copy_(source)
+                for target, source in zip(targets, self._sources, strict=True):
+                    target.copy_(source)
                 here.set()
 
             threading.Timer(chance.uniform(least_seconds, most_seconds), arrive).start()
-            self._event = SimpleNamespace(query=here.is_set, synchronize=here.wait)  # type: ignore[assignment]
+            self._event = SimpleNamespace(synchronize=here.wait)  # type: ignore[assignment]
 
-    with patch.object(devices, "copy", Late):
+        def hold(self) -> None:
+            self._sources = [source.clone() for source in self._sources]
+
+    leave = partial(devices.Leaving, stays=lambda _: False)
+    with patch.multiple(devices, copy=Late, leave=leave):
         yield
 
 

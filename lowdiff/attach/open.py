@@ -19,9 +19,9 @@ from lowdiff.attach.lost_steps import lost_until, settle_lost_steps
 from lowdiff.attach.memory import agree_on_memory
 from lowdiff.attach.resume import class_of, load_start
 from lowdiff.attach.together import recover_together, say_what_is_left, source_of
+from lowdiff.commit.images import constant_images
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.run_lock import RunLock
-from lowdiff.commit.staging import constant_images
 from lowdiff.compressors import refuse_unknown
 from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of

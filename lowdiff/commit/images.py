@@ -2,61 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowdiff.commit.storage import Look, Trainer
+from lowdiff.core import devices
 from lowdiff.core.events import Code
+from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
+from lowdiff.model.binding import Attached
+from lowdiff.model.items import each_tensor
+from lowdiff.model.sharding import local_of
+from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import ImageMark
-from lowdiff.persistence.format.image import ImageTensor, stage_image
+from lowdiff.persistence.format.image import (
+    OPTIMIZER,
+    PARAMETER,
+    RESIDUAL,
+    SCALARS,
+    ImageTensor,
+    stage_image,
+)
+from lowdiff.recovery.images import image_tensors, scalars_tensor
+from lowdiff.recovery.state import (
+    AVERAGE_ITEM,
+    BUFFER_ITEM,
+    FROZEN_ITEM,
+    TENSOR_ITEM,
+    decode_item,
+    is_scalar,
+)
+from lowdiff.step.states import Sealed
 
 
 class Images:
     """The full snapshots of one rank; one at a time lies in staging.
 
     Attributes:
-        step: Step of the last staged snapshot, -1 before the first.
+        step: Step of the last snapshot that was taken, -1 before the first; it may be on its way from an accelerator.
+        staged_step: Step of the last one that is staged.
         is_owed: Whether one could not be taken and should be.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.step = -1
+        self.step = self.staged_step = -1
         self.is_owed = False
         self._trainer = trainer
+        self._step_before = -1
         self._retry_step, self._retry_after = -1, 1
 
-    def stage(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> bool:
-        """Copy a snapshot and tell the processes of it.
+    def begin(self, step: int) -> None:
+        """Note that a snapshot of a step is being taken."""
+        self._step_before, self.step = self.step, step
 
-        Returns:
-            False where there is no memory for it: then it is owed.
+    def write(self, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
+        """Copy a snapshot to where processes will look for it; returns its length and checksum. For any thread.
 
         Raises:
-            StorageError: If there is no memory for a required one.
+            StorageError: If there is no memory for it.
         """
-        trainer = self._trainer
-        with trainer.counters.timed(trainer.counters.snapshot_seconds):
-            try:
-                size, checksum = stage_image(
-                    trainer.folder.snapshot, tensors(), torch.get_num_threads()
-                )
-            except StorageError as error:
-                # Ranks that wait for this one must hear of it first: with the next exchange.
-                if required or (trainer.raises and not trainer.tells_first):
-                    raise
-                self._owe_for(error, step)
-                return False
-            trainer.page.update(image=ImageMark(step, size, checksum))
-        self.step = step
+        return stage_image(self._trainer.folder.snapshot, tensors, torch.get_num_threads())
+
+    def show(self, size: int, checksum: int) -> ImageMark:
+        """Tell the processes of the snapshot that was begun, and is whole."""
+        mark = ImageMark(self.step, size, checksum)
+        self._trainer.page.update(image=mark)
+        self.staged_step = self.step
         self.is_owed = False
         self._retry_after = 1
-        trainer.errors.of_snapshot = ""
-        trainer.counters.snapshots += 1
-        return True
+        self._trainer.errors.of_snapshot = ""
+        self._trainer.counters.snapshots += 1
+        return mark
+
+    def give_up(self) -> None:
+        """Note that the snapshot that was begun does not come."""
+        self.step = self._step_before
 
     def begin_anew(self, durable_snapshot: int) -> None:
         """Owe a snapshot, because staging was removed, and with it one that is not durable."""
@@ -72,7 +95,8 @@ class Images:
         """Whether one that found no memory may be tried again after ``step``."""
         return step >= self._retry_step
 
-    def _owe_for(self, error: StorageError, step: int) -> None:
+    def owe_for(self, error: StorageError, step: int) -> None:
+        """Owe the snapshot of a step, for which there is no memory now."""
         # Each try costs the ranks that have the memory a snapshot.
         self._retry_step = step + self._retry_after
         self._retry_after = min(2 * self._retry_after, self._trainer.settings.snapshot_every)
@@ -80,3 +104,115 @@ class Images:
             Code.SNAPSHOT_PUT_OFF.warn(f"no full snapshot now: {error}", rank=self._trainer.rank)
         self.is_owed = True
         self._trainer.errors.of_snapshot = str(error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one rank stores of a state, as it is when this is made; it may be on its way from an accelerator.
+
+    Attributes:
+        names: Of the tensors in the image.
+        values: All else: groups, optimizer state, and which parameters the step's record holds.
+        items: Items that are no tensors.
+        leaving: The tensors of both, in this order.
+    """
+
+    names: Sequence[str]
+    values: Sequence[Any]
+    items: Mapping[str, bytes]
+    leaving: devices.Leaving
+
+    def images(self) -> list[ImageTensor]:
+        """Return the tensors of the image; waits for what is on its way."""
+        arrived = iter(self.leaving.arrived())
+        tensors = [(name, next(arrived)) for name in self.names]
+        groups, state, held = each_tensor(self.values, lambda *_: next(arrived))
+        scalars = scalars_tensor(groups, state, held, dict(self.items))
+        return image_tensors([*tensors, (SCALARS, scalars)])
+
+
+def share_of(live: Live, sealed: Sealed) -> Share:
+    """Read everything that this rank stores of the current state, which is that of ``sealed``.
+
+    Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
+    end say.
+    """
+    tracker = live.tracker
+    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    tensors = {
+        name: value
+        for name, value in tracker.tensors.items()
+        if not (live.shares_constants and tracker.is_as_started(name))
+    }
+    tensors |= {RESIDUAL + name: values for name, values in live.residual.named().items()}
+    return _share(live, sealed, live.rank, tensors, tracker.committed)
+
+
+def share_of_items(live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes]) -> Share:
+    """Read what a rank would store of the current state; parameters and optimizer state are equal on all.
+
+    Args:
+        live: Any rank's training without error feedback.
+        sealed: The step whose state it is.
+        rank: Whose share.
+        items: All items of that rank at that step; no bytes for one that is gone.
+    """
+    tensors, values = {}, {}
+    for name, data in items.items():
+        if not name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
+            values[name] = data
+        elif data:
+            tensors[name] = decode_item(name, data)
+    return _share(
+        live, sealed, rank, tensors, {name: data for name, data in values.items() if data}
+    )
+
+
+def _share(
+    live: Live,
+    sealed: Sealed,
+    rank: int,
+    tensor_items: Mapping[str, torch.Tensor],
+    items: Mapping[str, bytes],
+) -> Share:
+    attached, averages = live.attached, live.averages.named_tensors()
+    tensors: dict[str, torch.Tensor] = {}
+    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
+    owners = share_owners(attached.layout, live.world_size)
+    for i, spec in enumerate(attached.layout.parameters):
+        if owners[i] != rank:
+            continue
+        parameter = attached.parameters[i]
+        tensors[PARAMETER + spec.name] = local_of(parameter)
+        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
+        for key, value in entries.items():
+            if is_full(key, value, parameter):
+                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
+                tensors[name] = local_of(value)
+            else:
+                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
+        for name, followed in averages.items():
+            if i in followed:
+                tensors[f"{AVERAGE_ITEM}{name}/{spec.name}"] = followed[i]
+    tensors |= tensor_items
+    others: list[torch.Tensor] = []
+    # Copies: an optimizer counts its steps in place, in tensors of one element.
+    values: list[Any] = [
+        [list(own) for own in sealed.groups],
+        state,
+        list(sealed.differential.held),
+    ]
+    each_tensor(values, lambda _, tensor: others.append(tensor.detach().clone()))
+    leaving = devices.leave([*tensors.values(), *others])
+    return Share(tuple(tensors), values, dict(items), leaving)
+
+
+def constant_images(attached: Attached) -> list[ImageTensor]:
+    """The frozen parameters, to be stored once for all snapshots."""
+    return image_tensors(attached.frozen_parameters().items())
+
+
+def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state entry has one element per element of its parameter: a tensor of a snapshot."""
+    is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return is_shaped and not is_scalar(key, parameter.numel())

@@ -23,23 +23,22 @@ class Reach:
         step: The step that was staged last.
     """
 
-    def __init__(self, lock: threading.RLock, *, needs_all: bool) -> None:
+    def __init__(self, lock: threading.Condition, *, needs_all: bool) -> None:
         self.step = -1
         self._lock = lock
         self._needs_all = needs_all
-        self._gap: int | None = None
+        self._gaps: frozenset[int] = frozenset()
         self._has_news = False
 
     @property
     def sure_step(self) -> int:
         """The newest step that recovery reaches: none up to it waits for a snapshot."""
-        gap = self._gap
-        return self.step if gap is None else gap - 1
+        return min((self.step, *(gap - 1 for gap in self._gaps)))
 
     @property
     def has_gap(self) -> bool:
         """Whether staged steps wait for a snapshot that makes them recoverable."""
-        return self._gap is not None
+        return bool(self._gaps)
 
     def staged(self, step: int, *, rebases: bool) -> None:
         """Note a step, and whether only a snapshot of it, or of a later one, makes it recoverable."""
@@ -53,11 +52,12 @@ class Reach:
         """Note that steps from this one on wait for a snapshot: a rank lacks what others need of it."""
         with self._lock:
             if self._needs_all:
-                self._gap = step if self._gap is None else min(self._gap, step)
+                self._gaps |= {step}
 
-    def snapshot_staged(self) -> None:
-        """Note a snapshot of the step that was staged last."""
-        self._gap = None
+    def snapshot_staged(self, step: int) -> None:
+        """Note a snapshot of a step: what waited for one, up to it, does not any more."""
+        with self._lock:
+            self._gaps = frozenset(gap for gap in self._gaps if gap > step)
 
     def take_news(self) -> bool:
         """Whether a step was staged, since the last call, that waits for a snapshot."""
@@ -88,11 +88,13 @@ class Pending:
     nothing that comes behind it is done before.
 
     Args:
-        lock: Held while work is done; a thread that holds it and waits here lets go of it meanwhile.
+        lock: Held while work is done, and notified then; a thread that holds it and waits here lets go of it meanwhile.
+        name: Of the thread.
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
-        self._turn = threading.Condition(lock)
+    def __init__(self, lock: threading.Condition, name: str) -> None:
+        self._turn = lock
+        self._name = name
         self._jobs: deque[_Job] = deque()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -112,9 +114,7 @@ class Pending:
         with self._turn:
             self._jobs.append(_Job(arrive, take))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="lowdiff-staging", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._turn.notify_all()
 
@@ -137,6 +137,11 @@ class Pending:
                 self._turn.notify_all()
                 raise error
             return len(self._jobs) <= most
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait, in work, for what other work under the same lock brings about, or for the end."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_over or condition())
 
     def drop(self) -> None:
         """Do nothing more, as after the end of the process; what is under way is waited for no longer than its device takes."""

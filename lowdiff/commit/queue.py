@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from lowdiff.commit.images import Images
-from lowdiff.commit.sinks import Handed, Sink, Snapshot
+from lowdiff.commit.sinks import Handed, Sink
 from lowdiff.commit.storage import Look, Storage, Trainer
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
@@ -86,20 +86,25 @@ class Queue(Sink, ABC):
         """See `Sink`."""
         return {"can_snapshot": self.is_ready_for_snapshot(step, look)}
 
-    def snapshot(self, snapshot: Snapshot) -> Snapshot:
-        """See `Sink`: waits for the one before it, whose memory it takes.
+    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
+        """Wait for the snapshot before, whose memory the next one takes.
 
-        Unless it is required, it is owed where it would stop training: with ``backpressure="degrade"``
-        instead of waiting, and when there is no memory for it.
+        Args:
+            look: At storage.
+            required: Whether to wait though it stops training.
+
+        Returns:
+            A newer look; None where the next one would stop training, with ``backpressure="degrade"``, and is owed.
         """
-        images, look = self.images, snapshot.look
+        images = self.images
         if look.writer.durable_snapshot < images.step:
-            if not self._trainer.degrades or snapshot.required:
-                look = self.wait_for_snapshot(look)
-            elif self.attend().writer.durable_snapshot < images.step:
+            if not self._trainer.degrades or required:
+                return self.wait_for_snapshot(look)
+            look = self.attend()
+            if look.writer.durable_snapshot < images.step:
                 images.is_owed = True
-                return snapshot
-        return self._stage_image(replace(snapshot, look=look))
+                return None
+        return look
 
     def secure(self, step: int) -> int:
         """Have a committed step become durable, as training ends; returns the newest that can.
@@ -209,12 +214,6 @@ class Queue(Sink, ABC):
             look = self.attend()
             self._trainer.counters.unprotected_steps += look.writer.durable_step < limit
         return look
-
-    def _stage_image(self, snapshot: Snapshot) -> Snapshot:
-        step = snapshot.sealed.differential.step
-        if not self.images.stage(step, snapshot.tensors, required=snapshot.required):
-            return snapshot
-        return replace(snapshot, mark=self._trainer.page.status.image)
 
     def _say(self, look: Look) -> None:
         if not (look.writer.error and look.is_gone):  # the next commit names the cause and cures it

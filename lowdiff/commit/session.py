@@ -24,6 +24,8 @@ from lowdiff.step.gate import StepGate
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.states import Sealed, State
 
+#: Steps are of no use before a snapshot for one of these reasons is durable.
+_WAITED_FOR = frozenset({Why.UNREPLAYABLE, Why.OTHER_RANK, Why.STAGING_RENEWED})
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
 _compiling_callback: Callable[[], object] = getattr(
@@ -236,7 +238,7 @@ class Session:
             self.step, heard, look, rebases=has_gap, is_preempted=is_preempted
         )
         if why is not None:
-            self._staging.snapshot(look, waits=why in (Why.UNREPLAYABLE, Why.OTHER_RANK))
+            self._staging.snapshot(sealed, look, waits=why in _WAITED_FOR)
         self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 
@@ -347,7 +349,7 @@ class Session:
         staging = self._staging
         staging.settle(timeout_seconds)
         if self.agreement.is_alone and staging.reach.has_gap and self.is_as_sealed():
-            staging.snapshot(staging.attend(), waits=True)
+            staging.snapshot(self._sealed, staging.attend(), waits=True)
             self._show()
 
     def snapshot(self, *, required: bool) -> None:
@@ -359,7 +361,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        self._staging.snapshot(self._staging.attend(), required=required)
+        self._staging.snapshot(self._sealed, self._staging.attend(), required=required)
 
     def secure(self, *, takes_live: bool) -> int:
         """Have the newest committed step become durable as training ends; returns it.

@@ -6,15 +6,14 @@ staged ahead of a step goes to the queue last, which alone waits there, or finds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Look
 from lowdiff.persistence.files.mapped_file import ImageMark
-from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.protocols import Reducer
 from lowdiff.step.states import Sealed
 from lowdiff.types import Section
@@ -56,30 +55,30 @@ class Handed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A full snapshot on its way through the sinks.
+    """A full snapshot that is staged.
 
     Attributes:
-        sealed: The step; the live state must still be its state.
-        look: At storage; a newer one once a sink has waited.
-        tensors: Reads what is in this rank's share.
-        required: Whether to wait for memory, and for the snapshot before.
-        path: Where this rank's share lies once it is staged.
-        mark: Of that file; None where it is not staged.
+        sealed: The step.
+        path: Where this rank's share lies.
+        mark: Of that file.
     """
 
     sealed: Sealed
-    look: Look
-    tensors: Callable[[], Sequence[ImageTensor]]
-    required: bool
     path: Path
-    mark: ImageMark | None = None
+    mark: ImageMark
 
 
 class Sink:
     """Takes what training hands on. By default it keeps nothing, and holds nothing up.
 
     Large because it is all that can be handed on.
+
+    Attributes:
+        reads_live_state: Whether a snapshot is handed on while the live state is that of its step, which stops
+            training; else later, by another thread.
     """
+
+    reads_live_state: ClassVar[bool] = False
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged what it keeps in staging memory."""
@@ -117,13 +116,8 @@ class Sink:
         """
         return handed
 
-    def snapshot(self, snapshot: Snapshot) -> Snapshot:
-        """Take a full snapshot.
-
-        Raises:
-            StorageError: If there is no memory for a required one.
-        """
-        return snapshot
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """Take a full snapshot."""
 
     def news(self, step: int, look: Look) -> dict[str, Any]:
         """Return fields of `RankNews` that say how it stands after a step."""

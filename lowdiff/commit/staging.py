@@ -9,32 +9,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from lowdiff.commit.agreement import RankNews
+from lowdiff.commit.images import Share, share_of, share_of_items
 from lowdiff.commit.pending import MOST_LATE, Pending, Reach
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code
-from lowdiff.core.layout import share_owners
 from lowdiff.errors import LowDiffError, StorageError
-from lowdiff.model.binding import Attached
-from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import numbered
-from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.protocols import Reducer
-from lowdiff.recovery.images import image_tensors, scalars_tensor
-from lowdiff.recovery.state import (
-    AVERAGE_ITEM,
-    BUFFER_ITEM,
-    FROZEN_ITEM,
-    TENSOR_ITEM,
-    decode_item,
-    is_scalar,
-)
 from lowdiff.step.states import Change, Sealed
 
 
@@ -65,14 +51,16 @@ class Staging:
         protection: Protection,
     ) -> None:
         self.protection = protection
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
         self.reach = Reach(self._lock, needs_all=protection.queue.logs_steps)
         self._area = area
         self._trainer = trainer
         self._live = live
         self._queue = protection.queue
         self._sinks = protection.sinks
-        self._pending = Pending(self._lock)
+        self._pending = Pending(self._lock, "lowdiff-staging")
+        #: A snapshot on its way, which takes longer than a step.
+        self._leaving = Pending(self._lock, "lowdiff-snapshot")
         #: Steps of which others have not learned yet.
         self._late: deque[Sealed] = deque()
         self._warned: set[tuple[Code, str | Change | None]] = set()
@@ -107,10 +95,13 @@ class Staging:
         Raises:
             LowDiffError: See `make_room`.
         """
-        return self._pending.finish(timeout_seconds=timeout_seconds)
+        return self._pending.finish(timeout_seconds=timeout_seconds) and self._leaving.finish(
+            timeout_seconds=timeout_seconds
+        )
 
     def drop(self) -> None:
         """Stage nothing more of what is on its way."""
+        self._leaving.drop()
         self._pending.drop()
 
     def is_gone(self, look: Look) -> bool:
@@ -257,45 +248,89 @@ class Staging:
             self._warned.add((code, key))
             code.warn(f"{text}. This is said once", rank=self._live.rank)
 
-    def snapshot(self, look: Look, *, required: bool = False, waits: bool = False) -> None:
-        """Stage a snapshot of the step that ended last, unless that was the last one staged.
+    def snapshot(
+        self, sealed: Sealed, look: Look, *, required: bool = False, waits: bool = False
+    ) -> None:
+        """Stage a snapshot of a step, unless that was the last one staged; another thread writes what leaves an accelerator.
 
         Args:
+            sealed: The step that ended last; the live state must still be its state.
             look: At storage.
             required: Whether to wait for memory, and for the snapshot before.
             waits: Whether to wait until it is durable, unless ``backpressure="degrade"``.
 
-        The live state must still be that of the step.
-
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        images = self._queue.images
+        step, images = sealed.differential.step, self._queue.images
+        is_prompt = required or waits
         try:
-            self.settle()
+            self._leaving.finish()
+            if is_prompt:
+                self.settle()
         except LowDiffError:  # at the next commit it is tried again, and raised
             if required:
                 raise
             images.is_owed = True
             return
-        sealed = self._sealed
-        step = sealed.differential.step
-        with self._lock, nullcontext() if required else self._unless_gone():
+        with nullcontext() if required else self._unless_gone():
             if images.step != step:
-                items = self.items(step)
-                tensors = partial(share_of, self._live, sealed)
-                if items is not None:  # buffers may have moved on since
-                    rank = self._live.rank
-                    tensors = partial(share_of_items, self._live, sealed, rank, items)
-                path = self._trainer.folder.snapshot
-                snapshot = Snapshot(sealed, look, tensors, required, path)
-                for sink in self._sinks:
-                    snapshot = sink.snapshot(snapshot)
-                look = snapshot.look
-                if images.step == step:
-                    self.reach.snapshot_staged()
+                cleared = self._queue.clear_for_snapshot(look, required=required)
+                if cleared is None:
+                    return
+                look = cleared
+                self._take(sealed, required=required, is_prompt=is_prompt)
             if waits and not self._trainer.degrades:
                 self._queue.wait_for_snapshot(look)
+
+    def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool) -> None:
+        """Read the live state, and write it or leave that to another thread."""
+        trainer, images, step = self._trainer, self._queue.images, sealed.differential.step
+        with trainer.counters.timed(trainer.counters.snapshot_seconds):
+            items = self.items(step)
+            if items is None:
+                share = share_of(self._live, sealed)
+            else:  # buffers may have moved on since
+                share = share_of_items(self._live, sealed, self._live.rank, items)
+            images.begin(step)
+            if (
+                share.leaving.travels
+                and not is_prompt
+                and not any(sink.reads_live_state for sink in self._sinks)
+            ):
+                self._leaving.put(partial(self._written, share, step), partial(self._show, sealed))
+                return
+            try:
+                written = images.write(share.images())
+            except StorageError as error:
+                # Ranks that wait for this one must hear of it first: with the next exchange.
+                images.give_up()
+                if required or (trainer.raises and not trainer.tells_first):
+                    raise
+                images.owe_for(error, step)
+                return
+        self._show(sealed, written)
+
+    def _written(self, share: Share, step: int) -> tuple[int, int] | StorageError:
+        """Write a snapshot once it is here; it counts behind its step. Without the lock."""
+        try:
+            return self._queue.images.write(share.images())
+        except StorageError as error:
+            return error
+        finally:
+            self._leaving.wait_for(lambda: self.reach.step >= step)
+
+    def _show(self, sealed: Sealed, written: tuple[int, int] | StorageError) -> None:
+        """Hand a snapshot on that is written, or owe it."""
+        step, images = sealed.differential.step, self._queue.images
+        if isinstance(written, StorageError):
+            images.give_up()
+            images.owe_for(written, step)
+            return
+        snapshot = Snapshot(sealed, self._trainer.folder.snapshot, images.show(*written))
+        for sink in self._sinks:
+            sink.snapshot(snapshot)
+        self.reach.snapshot_staged(step)
 
     @contextmanager
     def _unless_gone(self) -> Iterator[None]:
@@ -311,87 +346,3 @@ def _lost(durable_step: int, step: int) -> str:
         return f"every step up to {step} is durable"
     steps = f"step {step}" if durable_step + 1 == step else f"steps {durable_step + 1} to {step}"
     return f"{steps} cannot be recovered"
-
-
-def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
-    """Read everything that this rank stores of the current state, which is that of ``sealed``.
-
-    Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
-    end say.
-    """
-    tracker = live.tracker
-    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
-    tensors = {
-        name: value
-        for name, value in tracker.tensors.items()
-        if not (live.shares_constants and tracker.is_as_started(name))
-    }
-    tensors |= {RESIDUAL + name: values for name, values in live.residual.named().items()}
-    return _share(live, sealed, live.rank, tensors, tracker.committed)
-
-
-def share_of_items(
-    live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes]
-) -> list[ImageTensor]:
-    """Read what a rank would store of the current state; parameters and optimizer state are equal on all.
-
-    Args:
-        live: Any rank's training without error feedback.
-        sealed: The step whose state it is.
-        rank: Whose share.
-        items: All items of that rank at that step; no bytes for one that is gone.
-    """
-    tensors, values = {}, {}
-    for name, data in items.items():
-        if not name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
-            values[name] = data
-        elif data:
-            tensors[name] = decode_item(name, data)
-    return _share(
-        live, sealed, rank, tensors, {name: data for name, data in values.items() if data}
-    )
-
-
-def _share(
-    live: Live,
-    sealed: Sealed,
-    rank: int,
-    tensor_items: Mapping[str, torch.Tensor],
-    items: Mapping[str, bytes],
-) -> list[ImageTensor]:
-    attached, averages = live.attached, live.averages.named_tensors()
-    tensors: list[tuple[str, torch.Tensor]] = []
-    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
-    owners = share_owners(attached.layout, live.world_size)
-    for i, spec in enumerate(attached.layout.parameters):
-        if owners[i] != rank:
-            continue
-        parameter = attached.parameters[i]
-        tensors.append((PARAMETER + spec.name, local_of(parameter)))
-        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
-        for key, value in entries.items():
-            if is_full(key, value, parameter):
-                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                tensors.append((name, local_of(value)))
-            else:
-                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
-        tensors += [
-            (f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
-            for name, values in averages.items()
-            if i in values
-        ]
-    tensors += tensor_items.items()
-    groups, held = [list(own) for own in sealed.groups], list(sealed.differential.held)
-    tensors.append((SCALARS, scalars_tensor(groups, state, held, dict(items))))
-    return image_tensors(tensors)
-
-
-def constant_images(attached: Attached) -> list[ImageTensor]:
-    """The frozen parameters, to be stored once for all snapshots."""
-    return image_tensors(attached.frozen_parameters().items())
-
-
-def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a state entry has one element per element of its parameter: a tensor of a snapshot."""
-    is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return is_shaped and not is_scalar(key, parameter.numel())

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from lowdiff.core.events import Code
+from lowdiff.errors import StorageError
+
 #: Reads the state of a device's random generator, and sets it.
 Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
 
@@ -103,44 +106,26 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors on the CPU; those that lie there are the same ones.
-
-    A CUDA device copies all of them at once, into page-locked memory that PyTorch keeps for the next call: on an H200,
-    ``Tensor.cpu`` into fresh pages reached a fiftieth of the link's speed, and waits for each tensor.
-    """
-    found = []
-    streams = set()
-    for tensor in tensors:
-        tensor = tensor.detach()
-        if tensor.device.type == "cuda":
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            found.append(host.copy_(tensor, non_blocking=True))
-            streams.add(stream_of(tensor.device))
-        else:
-            found.append(tensor.cpu())
-    for stream in streams:
-        stream.synchronize()
-    return found
-
-
 class Copy:
-    """A tensor on its way into memory of the host that is there already.
+    """Tensors of one device on their way into memory of the host that is there already.
 
-    On CUDA a stream of its own copies it, behind what was queued before; nothing that is queued later on another stream
-    waits for it. Its owner may free it, and must not overwrite it before it is done.
+    On CUDA a stream of its own copies them, behind what was queued before; nothing that is queued later on another
+    stream waits for it. Their owner may free them, and must not overwrite them before it is done; see `hold`.
     """
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        if source.device.type != "cuda":
-            target.copy_(source)
+        self._device = sources[0].device
+        if self._device.type != "cuda":
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
             return
-        stream = _copying(source.device)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
+        stream = _copying(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        source.record_stream(stream)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(stream)
         self._event = stream.record_event()
 
     @property
@@ -148,10 +133,25 @@ class Copy:
         """Whether it takes its time: on the host it was here at once."""
         return self._event is not None
 
-    def finish(self) -> None:
-        """Wait until it is here."""
+    def hold(self) -> None:
+        """Have the device do what is queued from now on when it is done: the host goes on, and may have it overwritten."""
         if self._event is not None:
-            self._event.synchronize()
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        """Wait until it is here.
+
+        Raises:
+            StorageError: If the device fails meanwhile.
+        """
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+        except RuntimeError as error:
+            raise StorageError(
+                f"{self._device} failed while a step was copied from it ({error}); nothing of that step counts: end "
+                "this process, and attach in a new one goes on from the last committed step"
+            ) from error
 
 
 @cache
@@ -160,9 +160,75 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
-    """Begin to copy a tensor into host memory, whose pages should be locked: else the host waits."""
-    return Copy(target, source)
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copy:
+    """Begin to copy tensors of one device into host memory, whose pages should be locked: else the host waits."""
+    return Copy(targets, sources)
+
+
+def _host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of a tensor; of an accelerator's, PyTorch keeps the pages locked for later.
+
+    On an H200 a copy into fresh pages, as ``Tensor.cpu`` makes it, reached a fiftieth of the link's speed.
+    """
+    if like.device.type != "cuda":
+        return torch.empty_like(like, device="cpu")
+    try:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        Code.NO_LOCKED_MEMORY.warn(
+            f"no page-locked memory is to be had ({error}), so what leaves {like.device} is waited for, at a fraction of "
+            "the link's speed; it is the same. Raise the limit on locked memory (ulimit -l), or free memory"
+        )
+        return torch.empty_like(like, device="cpu")
+
+
+class Leaving:
+    """Tensors on their way to the host as they are now, each by itself: all of a model is not gathered.
+
+    Args:
+        tensors: On any device. Those on the host are read where they lie.
+        stays: Whether one lies on the host.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        stays: Callable[[torch.Tensor], bool] = may_look,
+    ) -> None:
+        self._hosts = [tensor.detach() for tensor in tensors]
+        leaving: dict[torch.device, list[int]] = {}
+        for place, tensor in enumerate(self._hosts):
+            if not stays(tensor):
+                leaving.setdefault(tensor.device, []).append(place)
+        self._copies = []
+        for places in leaving.values():
+            sources = [self._hosts[place] for place in places]
+            targets = [_host_memory(source) for source in sources]
+            self._copies.append(copy(targets, sources))
+            self._copies[-1].hold()
+            for place, target in zip(places, targets, strict=True):
+                self._hosts[place] = target
+
+    @property
+    def travels(self) -> bool:
+        """Whether any comes from a device."""
+        return bool(self._copies)
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Return them on the CPU, once they are here."""
+        for one in self._copies:
+            one.finish()
+        return self._hosts
+
+
+def leave(tensors: Sequence[torch.Tensor]) -> Leaving:
+    """Begin to copy tensors to the host as they are now; what is queued from now on may overwrite them."""
+    return Leaving(tensors)
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors on the CPU; those that lie there are the same ones."""
+    return Leaving(tensors).arrived()
 
 
 class Fetch:
@@ -177,12 +243,9 @@ class Fetch:
         for place, tensor in enumerate(tensors):
             self._places.setdefault(tensor.dtype, []).append(place)
         joined = [torch.cat([tensors[i] for i in places]) for places in self._places.values()]
-        self._hosts = [
-            torch.empty_like(values, device="cpu", pin_memory=not may_look(values))
-            for values in joined
-        ]
+        self._hosts = [_host_memory(values) for values in joined]
         self._copies = [
-            copy(host, values) for host, values in zip(self._hosts, joined, strict=True)
+            copy([host], [values]) for host, values in zip(self._hosts, joined, strict=True)
         ]
 
     @property

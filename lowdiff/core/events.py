@@ -74,6 +74,7 @@ class Code(Enum):
     BATCH_AHEAD = "LD218"
     EPOCH_GOES_ON = "LD219"
     FROZEN_OTHERWISE = "LD220"
+    NO_LOCKED_MEMORY = "LD221"
     # attach.
     WAITING_FOR_RUN = "LD301"
     EARLIER_CLOSED = "LD302"

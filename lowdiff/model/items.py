@@ -471,7 +471,7 @@ def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         apart[path] = tensor.detach()
         return ItemRef(path)
 
-    return _each_tensor(state, refer, TENSOR_ITEM + name), apart
+    return each_tensor(state, refer, TENSOR_ITEM + name), apart
 
 
 def _is_worth_it(tensor: torch.Tensor) -> bool:
@@ -534,7 +534,7 @@ class ExtraStates:
     def _placed(self, value: Any, on_device: list[bool]) -> Any:
         """``value`` with its tensors where they were: modules may keep them as they get them."""
         marks = iter(on_device)
-        return _each_tensor(value, lambda _, t: t.to(self._device) if next(marks) else t)
+        return each_tensor(value, lambda _, t: t.to(self._device) if next(marks) else t)
 
 
 def with_extra_states(
@@ -573,11 +573,11 @@ def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]
 def _on_device(value: Any) -> list[bool]:
     """Say of each tensor in ``value`` whether it is on an accelerator."""
     found: list[bool] = []
-    _each_tensor(value, lambda _, tensor: found.append(not devices.may_look(tensor)))
+    each_tensor(value, lambda _, tensor: found.append(not devices.may_look(tensor)))
     return found
 
 
-def _each_tensor(
+def each_tensor(
     value: Any, change: Callable[[str, torch.Tensor], object], path: str = "", depth: int = 0
 ) -> Any:
     """``value`` with what ``change`` makes of each tensor in it, in an order that encoding keeps.
@@ -595,11 +595,11 @@ def _each_tensor(
         return value
     if kind is dict or kind is OrderedDict:
         return kind(
-            (key, _each_tensor(part, change, f"{path}/{key}", depth + 1))
+            (key, each_tensor(part, change, f"{path}/{key}", depth + 1))
             for key, part in value.items()
         )
     if kind is list or kind is tuple:
         return kind(
-            _each_tensor(part, change, f"{path}/{i}", depth + 1) for i, part in enumerate(value)
+            each_tensor(part, change, f"{path}/{i}", depth + 1) for i, part in enumerate(value)
         )
     return value

@@ -60,6 +60,8 @@ class Copies(Sink):
         wards: What this rank keeps.
     """
 
+    reads_live_state = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -152,17 +154,14 @@ class Copies(Sink):
         behind = [section.data for section in sections]
         self._sender.send(note.encoded(), record.step, record.residual, behind)
 
-    def snapshot(self, snapshot: Snapshot) -> Snapshot:
+    def snapshot(self, snapshot: Snapshot) -> None:
         """See `Sink`: sends this rank's share where it is nowhere else, and makes the shares of others."""
         mark = snapshot.mark
-        if mark is None:
-            return snapshot
         if self._sends_all:
             with suppress(FileNotFoundError):  # somebody removed it: the next commit makes it anew
                 self._sender.send_image(mapped_privately(snapshot.path), mark.step, mark.checksum)
         for ward in self.wards:
             ward.stage_image(snapshot.sealed)
-        return snapshot
 
     def keep_up(self, step: int) -> None:
         """See `Sink`: a copy of a state that does not come is given up."""

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from crc32c import crc32c
 
+from lowdiff.commit.images import share_of_items
 from lowdiff.commit.run_lock import StagingArea
-from lowdiff.commit.staging import share_of_items
 from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, StorageError
 from lowdiff.model.tracked import Live
@@ -132,7 +132,7 @@ class Ward:
             slot, self._image = 1 - self._slot, None
         step = sealed.differential.step
         try:
-            tensors = share_of_items(self._live, sealed, self.rank, {})
+            tensors = share_of_items(self._live, sealed, self.rank, {}).images()
             size, checksum = stage_image(
                 self._folder.copied(slot), tensors, torch.get_num_threads()
             )
@@ -386,7 +386,7 @@ class ReplicaWard(Ward):
             self._give_up(f"rank {self.rank}, or its replica here, is behind")
             return
         try:
-            tensors = share_of_items(self._live, sealed, self.rank, items)
+            tensors = share_of_items(self._live, sealed, self.rank, items).images()
             size, checksum = stage_image(self._folder.snapshot, tensors, torch.get_num_threads())
         except StorageError as error:
             self._give_up(str(error), owes=False)

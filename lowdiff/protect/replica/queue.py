@@ -11,9 +11,9 @@ from lowdiff.commit.queue import Queue, base_record
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
 from lowdiff.commit.storage import Look, Storage, Trainer
 from lowdiff.core.events import Code
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
-from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.types import Differential, Section
@@ -41,16 +41,16 @@ class ReplicaImages(Images):
         is_taken = look.replica.image_step >= self.step or self._replica.is_stopped
         return not is_taken or look.writer.settled_snapshot < self.step
 
-    def stage(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> bool:
+    def begin(self, step: int) -> None:
         """See `Images`."""
         self._holds_memory = False  # the new one takes its place
-        is_staged = super().stage(step, tensors, required=required)
-        if is_staged:
-            self._holds_memory = True
-            self.is_needed = False
-        return is_staged
+        super().begin(step)
+
+    def show(self, size: int, checksum: int) -> ImageMark:
+        """See `Images`."""
+        self._holds_memory = True
+        self.is_needed = False
+        return super().show(size, checksum)
 
     def free(self, look: Look) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""
@@ -211,10 +211,9 @@ class ReplicaQueue(Queue):
             staged_bytes=handed.staged_bytes + sum(sizes),
         )
 
-    def snapshot(self, snapshot: Snapshot) -> Snapshot:
+    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
         """See `Queue`: the replica begins anew with it, the writer persists it."""
-        trainer, images, look = self._trainer, self.images, snapshot.look
-        required = snapshot.required
+        trainer, images = self._trainer, self.images
         if images.step >= 0:
             self._replica.begin()  # it has to take the one before
         # The replica takes what is committed, and only this thread can tell it what is.
@@ -230,10 +229,12 @@ class ReplicaQueue(Queue):
             )
         if images.is_in_use(look) and images.is_in_use(look := self.attend()):
             images.is_owed = True
-            return snapshot
-        staged = self._stage_image(replace(snapshot, look=look))
-        self._is_dropping &= staged.mark is None
-        return staged
+            return None
+        return look
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """See `Sink`: from here on the replica can go on again."""
+        self._is_dropping = False
 
     def is_ready_for_snapshot(self, step: int, look: Look) -> bool:
         """See `Queue`: whether the replica keeps up with training, and can take an image."""

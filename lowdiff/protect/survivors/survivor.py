@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.staging import share_of_items
+from lowdiff.commit.images import share_of_items
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
@@ -283,7 +283,7 @@ class Survivor:
             return False
 
         def tensors() -> list[ImageTensor]:
-            return share_of_items(self._live, sealed, peer.rank, items)
+            return share_of_items(self._live, sealed, peer.rank, items).images()
 
         stage = peer.stage
         return self._write_image(
@@ -294,7 +294,7 @@ class Survivor:
         """Write the share of a rank on another node, without items; see `_write`."""
 
         def tensors() -> list[ImageTensor]:
-            return share_of_items(self._live, sealed, rank, {})
+            return share_of_items(self._live, sealed, rank, {}).images()
 
         home = self._home
         news = self._training.peek_news() or ()

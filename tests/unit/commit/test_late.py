@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff import testing
+from lowdiff.commit.images import Images
 from lowdiff.errors import StorageError, UsageError
+from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.format.values import same
 from lowdiff.protect.log.queue import LogQueue
 from tests.crash.lives import as_from_an_accelerator
@@ -299,6 +301,54 @@ def test_what_staging_meets_is_raised_by_a_later_commit_and_tried_again(
     state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert state.step == 2
     assert same(dict(state.model_state_dict()), weights)
+
+
+@pytest.mark.parametrize("strategy", ["log", "survivors"])
+def test_a_snapshot_holds_its_step_though_training_went_on(tmp_path: Path, strategy: str) -> None:
+    """It counts once it is written."""
+    compressor = {} if strategy == "log" else {"compressor": None}
+    loop = attached(tmp_path, strategy=strategy, snapshot_every=2, **compressor)
+    trained(loop, 0, 1)
+    weights = loop.weights()
+    assert loop.checkpointer.stats()["snapshot_step"] == 0
+    trained(loop, 2)
+    wait_until(lambda: loop.checkpointer.stats()["snapshot_step"] == 2)
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_step"] >= 2)
+    loop.die()
+    state = lowdiff.recover(tmp_path / "run", step=2)
+    assert same(dict(state.model_state_dict()), weights)
+
+
+def test_a_snapshot_that_is_not_here_when_its_process_ends_is_none(tmp_path: Path) -> None:
+    loop = attached(tmp_path, strategy="survivors", snapshot_every=2, compressor=None)
+    first = loop.weights()
+    trained(loop, 0, 1)
+    loop.die()
+    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert state.step == 0
+    assert same(dict(state.model_state_dict()), first)
+
+
+def test_a_snapshot_that_finds_no_memory_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = attached(tmp_path, strategy="survivors", snapshot_every=2, compressor=None)
+    write, tried = Images.write, []
+
+    def fails_once(images: Images, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
+        tried.append(tensors)
+        if len(tried) == 1:
+            raise StorageError("no memory")
+        return write(images, tensors)
+
+    monkeypatch.setattr(Images, "write", fails_once)
+    trained(loop, 0, 1)
+    wait_until(lambda: tried)
+    trained(loop, 2, 3)
+    assert "no full snapshot now: no memory" in caplog.text
+    wait_until(lambda: loop.checkpointer.stats()["snapshot_step"] >= 3)
+    loop.checkpointer.close()
+    assert recovered(tmp_path) == 4
 
 
 def test_steps_on_their_way_when_staging_is_removed_cost_a_snapshot(tmp_path: Path) -> None:

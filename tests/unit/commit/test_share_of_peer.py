@@ -9,7 +9,8 @@ import pytest
 
 import lowdiff
 from lowdiff.commit import staging
-from lowdiff.commit.staging import share_of, share_of_items
+from lowdiff.commit.images import Share as ReadShare
+from lowdiff.commit.images import share_of, share_of_items
 from lowdiff.compressors import TopK
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, SCALARS, ImageTensor
@@ -43,12 +44,13 @@ def shares(
     """A pool's job: of each snapshot the step, this rank's share, and all ranks' as made here."""
     report = []
 
-    def seen(live: Live, sealed: Sealed) -> list[ImageTensor]:
-        own = share_of(live, sealed)
-        made = [share_of_items(live, sealed, of, {}) for of in range(live.world_size)]
+    def seen(live: Live, sealed: Sealed) -> ReadShare:
+        read = share_of(live, sealed)
+        own = read.images()
+        made = [share_of_items(live, sealed, of, {}).images() for of in range(live.world_size)]
         step = sealed.differential.step
         report.append((step, equal_parts(own), [equal_parts(share) for share in made]))
-        return own
+        return read
 
     training = TRAININGS[name](rank, world_size)
     settings = {"snapshot_every": 2, "compressor": compressor, **training.checkpointer}

@@ -80,7 +80,9 @@ def test_an_image_that_is_written_over_is_not_published_meanwhile(
 
     def stage(step: int) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(wards, "share_of_items", lambda *_: share(step))
+            patched.setattr(
+                wards, "share_of_items", lambda *_: SimpleNamespace(images=lambda: share(step))
+            )
             sealed: Any = SimpleNamespace(differential=SimpleNamespace(step=step))
             ward.stage_image(cast("Sealed", sealed))
 
@@ -128,7 +130,7 @@ def test_a_replica_that_died_before_it_took_an_image_is_replaced_though_no_step_
     silent_after_base: Any = SimpleNamespace(head=head, note=lambda _: base.encoded())
     telling = threading.Thread(target=ward.receive, args=(silent_after_base,))
     telling.start()
-    monkeypatch.setattr(wards, "share_of_items", lambda *_: [])
+    monkeypatch.setattr(wards, "share_of_items", lambda *_: SimpleNamespace(images=list))
     sealed: Any = SimpleNamespace(differential=SimpleNamespace(step=0))
     ward.stage_image(cast("Sealed", sealed))
     assert ward.copied_step == 0
