@@ -17,7 +17,6 @@ from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.recovery import recover
 from lowdiff.recovery.plan import recoverable
-from tests import old_chooser
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
 from tests.faults.zygote import Zygote, reported
@@ -117,7 +116,6 @@ class Campaign:
 
     def _recover(self, what: str, target: Path, last: int) -> None:
         catalog = scan(RunFolder(target / "run"), [target / "staging"])
-        old_chooser.both(catalog, None)
         first, newest = recoverable(catalog)[-1]
         if newest < last:
             self.outcome.lose(f"{what}: step {last} was committed, {newest} is the newest")
@@ -158,7 +156,6 @@ def carried_out(campaign: Campaign, rounds: int, folder: Path) -> Outcome:
     finally:
         campaign.zygote.close()
         wait_for_writers(folder)
-        old_chooser.note_differences(campaign.outcome, folder)
     return campaign.outcome
 
 

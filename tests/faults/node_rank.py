@@ -26,7 +26,6 @@ import lowdiff
 from lowdiff import compressors
 from lowdiff.errors import LowDiffError
 from lowdiff.model.sharding import local_of
-from tests import old_chooser
 from tests.crash.launch.survivor import digest
 from tests.crash.trainings import batch, wrapped
 
@@ -66,7 +65,6 @@ def main(*words: str) -> int:
     args = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    old_chooser.compare_choosers()
     rank, size = args.rank, args.world_size
     dist.init_process_group(
         "gloo", store=dist.FileStore(args.store, size), rank=rank, world_size=size

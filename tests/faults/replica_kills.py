@@ -10,10 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lowdiff.demo.launch import child_processes
-from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.run.catalog import scan
 from lowdiff.recovery import recover
-from tests import old_chooser
 from tests.faults.kills import Campaign, carried_out, wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, digest_of
@@ -34,7 +31,6 @@ class ReplicaCampaign(Campaign):
 
     def _recover(self, what: str, target: Path, last: int) -> None:
         wait_for_writers(target)
-        old_chooser.both(scan(RunFolder(target / "run"), [target / "staging"]), None)
         state = recover(target / "run", staging=target / "staging", options=ONE_WORKER)
         if state.step < last:
             self.outcome.lose(f"{what}: step {last} was committed, {state.step} is the newest")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import old_chooser
 from tests.crash.launch.survivor_lives import Lives, ended, life, reports
 from tests.faults.outcome import Outcome
 from tests.processes import Script
@@ -166,5 +165,4 @@ def survivor_kills(
     campaign = SurvivorCampaign(place, world_size, hidden, rounds, places, outcome, chance)
     with outcome.timed():
         campaign.carry_out()
-    old_chooser.note_differences(outcome, place)
     return outcome

@@ -22,7 +22,6 @@ import torch._dynamo  # the first optimizer of a process loads it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import old_chooser
 from tests.faults.victim import TinyTraining, checkpointer_for
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +112,6 @@ def _live(folder: Path, until: int, rank: int, world_size: int, port: int, kind:
 
 def _train(folder: Path, until: int, rank: int, world_size: int, port: int, kind: str) -> None:
     torch.set_num_threads(1)
-    old_chooser.compare_choosers()
     training = TinyTraining()
     model: torch.nn.Module = training.model
     if world_size > 1:

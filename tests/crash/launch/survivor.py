@@ -33,7 +33,6 @@ from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
 from lowdiff.protect.survivors import survivor as survivor_module
 from lowdiff.testing import wait_until
-from tests import old_chooser
 from tests.crash.lives import owed_by
 from tests.crash.trainings import batch, wrapped
 
@@ -153,7 +152,6 @@ def main(*words: str) -> int:
     logging.basicConfig(level=logging.WARNING)
     rank = args.rank
     torch.set_num_threads(1)
-    old_chooser.compare_choosers()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(args.store, args.world_size),

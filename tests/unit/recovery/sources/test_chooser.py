@@ -1,10 +1,11 @@
-"""The chooser makes the plans of the one before it, whatever is missing, old or damaged."""
+"""What the chooser plans is a state of the run, whatever is missing, old or damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ import lowdiff
 from lowdiff.compressors import Cast
 from lowdiff.errors import LowDiffError
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.reshard import whole
+from lowdiff.recovery.search import Search, load_and_replay
 from lowdiff.recovery.sources import chooser
 from lowdiff.testing import kill, parts_of
-from tests import old_chooser
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
@@ -56,19 +60,29 @@ def lived(rank: int, world_size: int, folder: str, kind: str, until: int) -> int
         model(batch(number, rank, 6, 12)).square().mean().backward()
         optimizer.step()
 
+    def noted(number: int) -> None:
+        if rank == 0:
+            Path(folder, f"state-{number + 1}").write_text(digest_of(net.state_dict()))
+
     for number in range(began, until):
         step(number)
         checkpointer.commit()
+        noted(number)
         if number == EARLY:
             kept(folder, "early", rank, world_size)
     if kind == "survivors" and world_size > 1:  # the others do not come to their commit
         step(until)
         if rank == 0:
             checkpointer.commit()
+            noted(until)
             parts_of(checkpointer).protection.save("the others are lost")
     kept(folder, f"late-{until}", rank, world_size)
     kill(checkpointer)
     return began
+
+
+def digest_of(state: Mapping[str, torch.Tensor]) -> str:
+    return hashlib.sha256(encode(dict(state))).hexdigest()
 
 
 def kept(folder: str, name: str, rank: int, world_size: int) -> None:
@@ -148,22 +162,13 @@ def scanned(folder: Path) -> Catalog:
     return scan(RunFolder(folder / "run"), sorted((folder / "staging").glob("*")))
 
 
-def outcome(plan: Any, folder: Path, step: int | None) -> object:
-    """What a chooser makes of the run: all that its plan says, and what it passes over; or its error."""
-    passed_over: dict[int, str] = {}
-    try:
-        return old_chooser.facts(plan(scanned(folder), step, passed_over)), passed_over
-    except LowDiffError as error:
-        return repr(error)
-
-
 @given(
     chosen=st.lists(moments, min_size=_MOST_FOLDERS, max_size=_MOST_FOLDERS),
     of_staging=st.lists(damages, max_size=2),
     of_run=st.lists(damages, max_size=1),
     step=st.none() | st.integers(0, SECOND + 1),
 )
-def same_plans(
+def recovers(
     life: Path, chosen: list[str], of_staging: list[Any], of_run: list[Any], step: int | None
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -173,19 +178,22 @@ def same_plans(
             for one in some if (folder / part).exists() else ():
                 damage(folder / part, *one)
         try:
-            scanned(folder)
+            search = Search(scanned(folder), step, goes_back=step is None, act=load_and_replay)
+            state = whole(search.run(ReplayOptions(), progress=None))
         except LowDiffError:
-            return  # nobody plans
-        new, old = (outcome(c.plan_in_memory, folder, step) for c in (chooser, old_chooser))
-        assert new == old
+            return  # which says what is missing
+        assert step in (None, state.step)
+        if state.step:
+            expected = (life / f"state-{state.step}").read_text()
+            assert digest_of(state.model_state_dict()) == expected
 
 
-def test_both_choosers_make_the_same_plans(life: Path) -> None:
-    same_plans(life)
+def test_what_is_planned_is_a_state_of_the_run(life: Path) -> None:
+    recovers(life)
 
 
 def test_a_lost_rank_is_planned_for(life: Path, tmp_path: Path) -> None:
-    """Both plan from memory, where nothing is damaged and the node of the last of several ranks is lost."""
+    """From memory, where nothing is damaged and the node of the last of several ranks is lost."""
     put(life, tmp_path, [f"late-{SECOND}"] * _MOST_FOLDERS)
     ranks = len(list((life / "staging").iterdir()))
     if ranks > 1:
@@ -193,6 +201,3 @@ def test_a_lost_rank_is_planned_for(life: Path, tmp_path: Path) -> None:
     plan = chooser.plan_in_memory(scanned(tmp_path), None)
     assert plan is not None
     assert plan.step >= SECOND - 2
-    assert old_chooser.facts(plan) == old_chooser.facts(
-        old_chooser.plan_in_memory(scanned(tmp_path), None)
-    )
