@@ -33,7 +33,7 @@ def lived(
         Where it began, what this rank knew to be committed then, and the weights of the committed step.
     """
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 4))
+    net = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 4))
     model = wrapped(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     checkpointer = lowdiff.Checkpointer(
