@@ -6,6 +6,7 @@ different commits. Only a snapshot of all ranks makes such a step recoverable.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from tests.crash.trainings import batch, wrapped
 
 #: From this step on gradients are changed.
 CHANGED_FROM = 3
+#: What one rank has copied meanwhile, and the other has not.
+STEP_SECONDS = 0.01
 
 
 def lived(
@@ -39,7 +42,11 @@ def lived(
     checkpointer = lowdiff.Checkpointer(
         f"{folder}/run", staging=f"{folder}/staging", snapshot_every=100, compressor=compressor
     )
-    with testing.whole_buckets(), as_from_an_accelerator(10 * seed + rank):
+    slow = rank == seed % 2
+    late = testing.late_copies(
+        least_seconds=0.02 * slow, most_seconds=0.002 + 0.06 * slow, seed=seed
+    )
+    with testing.whole_buckets(), as_from_an_accelerator(rank), late:
         began = checkpointer.attach(model, optimizer)
         for number in range(began, until + 1):
             if number == until:
@@ -51,6 +58,7 @@ def lived(
                     assert parameter.grad is not None
                     parameter.grad.add_(0.01)
             optimizer.step()
+            time.sleep(STEP_SECONDS)
             if number < until:
                 checkpointer.commit()
         committed = checkpointer.stats()["committed_step"]
