@@ -198,7 +198,8 @@ class ItemTensors:
         read: dict[str, tuple[int, torch.Tensor | None]] = {}
         for name, host in _on_host(early):
             checksum = _checksum(host)
-            read[name] = checksum, None if self.checksums.get(name) == checksum else host
+            is_known = self.checksums.get(name) == checksum
+            read[name] = checksum, None if is_known else host.clone()  # it may be the live one
         samples = {name: sampled(tensors[name]) for name, version in versions.items() if version}
         samples |= {name: self._samples.pairs[name][0] for name in trusted}
         flat_ones = [tensor.detach().reshape(-1) for tensor in late.values()]
