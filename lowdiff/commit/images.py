@@ -10,7 +10,7 @@ from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.mapped_file import ImageMark
-from lowdiff.persistence.format.image import ImageTensor, stage_image
+from lowdiff.persistence.format.image import ImageFile, ImageTensor
 
 
 class Images:
@@ -25,6 +25,7 @@ class Images:
         self.step = -1
         self.is_owed = False
         self._trainer = trainer
+        self._file = ImageFile(trainer.folder.snapshot)
         self._retry_step, self._retry_after = -1, 1
 
     def stage(
@@ -41,9 +42,7 @@ class Images:
         trainer = self._trainer
         with trainer.counters.timed(trainer.counters.snapshot_seconds):
             try:
-                size, checksum = stage_image(
-                    trainer.folder.snapshot, tensors(), torch.get_num_threads()
-                )
+                size, checksum = self._file.stage(tensors(), torch.get_num_threads())
             except StorageError as error:
                 # Ranks that wait for this one must hear of it first: with the next exchange.
                 if required or (trainer.raises and not trainer.tells_first):
@@ -62,6 +61,10 @@ class Images:
         """Owe a snapshot, because staging was removed, and with it one that is not durable."""
         self.step = min(self.step, durable_snapshot)
         self.is_owed = True
+
+    def release(self) -> None:
+        """Keep none mapped: whoever removes its file has the memory back."""
+        self._file.release()
 
     def is_ready(self, step: int, look: Look) -> bool:
         """Whether one after ``step`` finds its memory free, and the writer is well."""

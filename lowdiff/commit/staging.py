@@ -131,6 +131,7 @@ class Staging:
 
     def _renew(self, step: int) -> None:
         self.protection.storage.end_processes()
+        self._queue.images.release()
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._trainer.meter.recorder.reopen()
