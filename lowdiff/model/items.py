@@ -329,7 +329,8 @@ class ItemTracker:
     def _note_sizes(self, items: Mapping[str, bytes]) -> None:
         for name, data in items.items():
             if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
-                self.large_items[name] = len(data)
+                # Another one: training may read what it was.
+                self.large_items = self.large_items | {name: len(data)}
 
     def _now_absent(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Buffers that held a tensor once and are not among ``tensors``, which it learns."""
