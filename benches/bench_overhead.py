@@ -254,7 +254,9 @@ def snapshots(bench: Bench, count: int) -> tuple[list[float], list[float]]:
         memcpy_seconds.append(timed(lambda: np.copyto(target, source)))
         before = checkpointer.stats()
         parts_of(checkpointer).session.snapshot(required=True)
-        after = wait_until(checkpointer, lambda now: now["durable_snapshot"] == now["committed_step"])
+        after = wait_until(
+            checkpointer, lambda now: now["durable_snapshot"] == now["committed_step"]
+        )
         seconds.append(_growth(before, after, "snapshot_seconds"))
     return seconds, memcpy_seconds
 
