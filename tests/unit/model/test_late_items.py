@@ -269,10 +269,43 @@ def test_ranks_compare_the_form_of_a_rate_on_an_accelerator_and_not_its_value() 
     assert agreed(rate(1.0)) != agreed({**rate(1.0), "lr": 1.0})
 
 
-def test_a_rate_that_a_schedule_writes_in_place_is_recorded_and_resumed(tmp_path: Path) -> None:
-    def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), foreach=False)
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer whose learning rate is a tensor."""
+    return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), foreach=False)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "survivors", "snapshot_every": 3},
+        {"batch_size": 1},
+        {"batch_size": 1, "optimizer_steps": "any"},
+    ],
+    ids=["survivors", "replica", "several steps"],
+)
+def test_strategies_without_a_compressor_resume_what_arrived_late(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Statistics of a batch norm, and a rate that is written after each step."""
+
+    def trained(folder: Path, until: int) -> Loop:
+        loop = Loop(folder, make=adam, settings={"compressor": None, **settings})
+        loop.attach()
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+            loop.optimizer.param_groups[0]["lr"].mul_(0.9)
+        return loop
+
+    whole = trained(tmp_path / "whole", 8)
+    whole.checkpointer.close()
+    trained(tmp_path, 5).die()
+    again = trained(tmp_path, 8)
+    assert same(again.weights(), whole.weights())
+    again.checkpointer.close()
+
+
+def test_a_rate_that_a_schedule_writes_in_place_is_recorded_and_resumed(tmp_path: Path) -> None:
     loop = Loop(tmp_path, make=adam, settings={"snapshot_every": 4})
     loop.attach()
     for number in loop.checkpointer.steps(6):
