@@ -126,6 +126,16 @@ def test_a_frozen_parameter_written_through_data_is_lost_once_and_then_read() ->
     assert [*noted(tensors, tensors.depart(live, thorough=False))] == ["frozen/w"]
 
 
+def test_a_lost_parameter_is_told_also_if_it_is_what_it_was_when_it_is_read() -> None:
+    """The snapshot of the step between holds the other values."""
+    live = made()
+    tensors = known(live)
+    for factor in (2.0, 0.5):
+        live["frozen/w"].data.mul_(factor)
+        found = noted(tensors, tensors.depart(live, thorough=False))
+    assert [*found] == ["frozen/w"]
+
+
 def test_a_frozen_parameter_that_is_found_by_reading_it_whole_is_not_lost() -> None:
     live = made()
     tensors = known(live)
