@@ -6,7 +6,8 @@ The real code trains GPT-2 small (124.4 million elements in 148 tensors, DDP's b
 counts (`counted_device`): attach, steps, a snapshot. What cannot run without a driver is stood in for:
 gradients lie in place, DDP is a shell with its buckets, autocast and scaler are what they leave behind (gradients in
 float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; PowerSGD also with clipping;
-top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two backward passes, and its hook among eight ranks.
+top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two backward passes, a batch norm and a learning
+rate that lie on the device, and its hook among eight ranks.
 
 ``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which one takes
 a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
@@ -50,7 +51,7 @@ BUCKET_BYTES = (1 << 20, 25 << 20)
 WARM_UP = 4
 #: Those that are; in a smoke run fewer, and of fewer arms.
 STEPS, SMOKE_STEPS = 17, 3
-SMOKE_ARMS = ("", "powersgd_", "survivors_", "scaled_")
+SMOKE_ARMS = ("", "powersgd_", "survivors_", "scaled_", "buffers_")
 #: Of the H200 in docs/results/gpu_first.json.
 MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4.02e12, 55e9
 #: The usual figure for starting a kernel from eager PyTorch.
@@ -61,13 +62,23 @@ PARTS = ("hook", "pre-hook", "post-hook", "commit", "snapshot")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train."""
+    """One way to train.
+
+    Attributes:
+        options: Of the Checkpointer.
+        clips: Whether gradients are clipped.
+        scales: Whether there is a gradient scaler.
+        fused: Whether AdamW is.
+        passes: Backward passes of a step.
+        lies_there: Whether statistics of a batch norm and the learning rate lie on the device as well.
+    """
 
     options: Mapping[str, Any]
     clips: bool = False
     scales: bool = False
     fused: bool = False
     passes: int = 1
+    lies_there: bool = False
 
 
 _TOP_K: Mapping[str, Any] = {"compressor": TopK(0.01)}
@@ -84,6 +95,7 @@ ARMS = {
     "fused_scaled_": Arm(_TOP_K, scales=True, fused=True),
     "rounded_": Arm({"compressor": TopK(0.01, value_dtype=torch.bfloat16)}, clips=True),
     "accumulated_": Arm(_TOP_K, passes=2),
+    "buffers_": Arm(_TOP_K, lies_there=True),
     "binned_": Arm({"compressor": TopK(0.01, value_bits=2)}),
 }
 
@@ -212,6 +224,21 @@ def parts_named(counted: CountedDevice) -> Iterator[None]:
         yield
 
 
+def trainee(arm: Arm, config: GPTConfig) -> tuple[Shell, torch.optim.Optimizer]:
+    """Make a model on the counted device and its optimizer."""
+    model = on_device(config)
+    rate: float | torch.Tensor = 1e-4
+    if arm.lies_there:
+        norm = nn.BatchNorm1d(config.width, affine=False, device=DEVICE)
+        model.register_module("norm", norm)
+        rate = torch.full((), 1e-4, device=DEVICE)
+    ddp = Shell(model)
+    optimizer = torch.optim.AdamW(
+        ddp.parameters(), rate, fused=arm.fused, foreach=not arm.fused, capturable=arm.lies_there
+    )
+    return ddp, optimizer
+
+
 def counts(
     arm: Arm, config: GPTConfig, steps: int, folder: Path, kernel_bytes: Mapping[str, float]
 ) -> list[dict[str, Tally]]:
@@ -219,10 +246,7 @@ def counts(
     counted = CountedDevice(kernel_bytes)
     found = []
     with counted, parts_named(counted), ExitStack() as closing:
-        ddp = Shell(on_device(config))
-        optimizer = torch.optim.AdamW(
-            ddp.parameters(), lr=1e-4, fused=arm.fused, foreach=not arm.fused
-        )
+        ddp, optimizer = trainee(arm, config)
         checkpointer = lowdiff.Checkpointer(
             folder / "run",
             staging=folder / "staging",

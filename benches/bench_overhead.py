@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from torch import nn
@@ -61,6 +62,7 @@ from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.search import carry_out
+from lowdiff.testing import parts_of, wait_until
 from lowdiff.types import Payload
 
 #: Mode of ``watch`` and key of its bound -> target.
@@ -72,6 +74,9 @@ TARGET = TARGETS["live", "overhead_upper95"]
 _MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64, dropout=0.0)
 _NEVER = 1 << 40
+
+#: A full snapshot, of a copy of its bytes.
+SNAPSHOT_TARGET = 2.5
 
 #: Checksums of optimizer state, of the time of a step.
 STATE_TARGET = 0.005
@@ -177,7 +182,7 @@ class Bench:
         self._args = args
         self._tokens = load_corpus().train
         self._batches = 0
-        first = self._batch()
+        first = self.batch()
         self.plain, self.twin, self.checked = (
             Trainee(self.config, first, seed=args.seed, fused=args.fused) for _ in range(3)
         )
@@ -207,7 +212,7 @@ class Bench:
 
     def turns(self) -> tuple[list[Pair], list[Pair]]:
         """Two A/B pairs and two A/A pairs on the same two batches."""
-        two = [self._batch(), self._batch()]
+        two = [self.batch(), self.batch()]
 
         def arm(trainee: Trainee) -> Callable[[], float]:
             batches = iter(two)
@@ -216,7 +221,8 @@ class Bench:
         pairs = list(abba(arm(self.checked), arm(self.plain)))
         return pairs, list(abba(arm(self.twin), arm(self.plain)))
 
-    def _batch(self) -> Batch:
+    def batch(self) -> Batch:
+        """Draw the next one."""
         self._batches += 1
         return batch_for_step(
             self._tokens,
@@ -227,6 +233,32 @@ class Bench:
             batch_size=self._args.sequences,
             context=self.config.context,
         )
+
+
+def snapshots(bench: Bench, count: int) -> tuple[list[float], list[float]]:
+    """Take full snapshots, each of another step, while the writer has no other to copy.
+
+    Returns:
+        Seconds that each took the training thread, and those of a copy of as many bytes before it: by one
+        thread, as the snapshot is, between two arrays that have been written before.
+    """
+    checkpointer = bench.checkpointer
+    seconds, memcpy_seconds = [], []
+    stats = checkpointer.stats()
+    size = stats["snapshot_bytes"] // stats["snapshots"]
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    for _ in range(count):
+        batch = bench.batch()
+        bench.checked.step(batch)
+        bench.twin.step(batch)  # it is compared with the other at the end
+        memcpy_seconds.append(timed(lambda: np.copyto(target, source)))
+        before = checkpointer.stats()
+        parts_of(checkpointer).session.snapshot(required=True)
+        after = wait_until(
+            checkpointer, lambda now: now["durable_snapshot"] == now["committed_step"]
+        )
+        seconds.append(_growth(before, after, "snapshot_seconds"))
+    return seconds, memcpy_seconds
 
 
 def assert_recovered(trainee: Trainee, where: Places) -> int:
@@ -247,6 +279,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
     pin(cores[:1])
     torch.set_num_threads(1)
     bench = Bench(args, where, watch)
+    first_snapshot = wait_until(bench.checkpointer, lambda now: now["durable_snapshot"] == 0)
     writer = bench.writer_pid
     pin(cores[1:] or cores, writer)  # it was born on the trainer's core
 
@@ -267,6 +300,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
     after = bench.checkpointer.stats()
     assert bench.writer_pid == writer, "the writer died and was started again, on the wrong core"
 
+    snapshot_seconds, memcpy_seconds = snapshots(bench, args.snapshots)
     bench.checkpointer.close()
     final = bench.checkpointer.stats()
     for trainee in (bench.plain, bench.twin, bench.checked):
@@ -277,7 +311,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
         assert same(twin.detach(), checked.detach()), "checkpointing changed training"
     pin(cores)
     steps = assert_recovered(bench.checked, where)
-    assert steps == final["steps"] == args.warm_up_pairs + args.pairs
+    assert steps == final["steps"] == args.warm_up_pairs + args.pairs + args.snapshots
 
     elements = sum(p.numel() for p in bench.checked.model.parameters())
     estimate = overhead(pairs, null_pairs, seed=args.seed)
@@ -287,6 +321,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
     # A plain module is compressed inside the checkpointer's hook, and counted there.
     thread_ms = 1000 * _growth(before, after, "training_thread_seconds") / args.pairs
     step_seconds = statistics.median(plain for _, plain in pairs)
+    snapshot = statistics.median(snapshot_seconds)
     return Result(
         name="overhead",
         settings={
@@ -302,6 +337,8 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
         samples={
             "checkpointed_and_plain_seconds": pairs,
             "twin_and_plain_seconds": null_pairs,
+            "snapshot_seconds": snapshot_seconds,
+            "memcpy_seconds": memcpy_seconds,
             "stats": final,
         },
         summary={
@@ -319,8 +356,12 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
             "waiting_seconds": _growth(before, after, "waiting_seconds"),
             "staged_bytes_per_step": _growth(before, after, "staged_bytes") / args.pairs,
             "durable_bytes_per_step": final["durable_bytes"] / final["steps"],
-            "snapshot_training_thread_seconds": _growth(after, final, "snapshot_seconds"),
-            "snapshot_bytes": _growth(after, final, "snapshot_bytes"),
+            "snapshot_training_thread_seconds": snapshot,
+            "snapshot_first_seconds": first_snapshot["snapshot_seconds"],
+            "snapshot_over_memcpy": snapshot / statistics.median(memcpy_seconds),
+            "snapshot_first_over_memcpy": first_snapshot["snapshot_seconds"]
+            / statistics.median(memcpy_seconds),
+            "snapshot_bytes": final["snapshot_bytes"] // final["snapshots"],
             "bit_identical": True,  # asserted above
         },
     )
@@ -380,10 +421,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = pair_arguments((__doc__ or "").split("\n")[0])
     parser.add_argument("--batch-size", type=int, default=16, help="differentials per write")
+    parser.add_argument("--snapshots", type=int, default=15, help="full snapshots that are timed")
     parser.add_argument("--density", type=float, default=0.01)
     args = parser.parse_args(argv)
     if args.smoke:
-        args.pairs, args.warm_up_pairs = 6, 2
+        args.pairs, args.warm_up_pairs, args.snapshots = 6, 2, 3
     if args.pairs % 2 or args.warm_up_pairs % 2:
         parser.error("pairs come in twos: ABBA")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -405,6 +447,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     share = result.summary["state_checksum_share"]
     verdict = "met" if share <= STATE_TARGET else "MISSED"
     print(f"checksums of optimizer state: {share:.2%}, target {STATE_TARGET:.1%}: {verdict}")
+    ratio = result.summary["snapshot_over_memcpy"]
+    verdict = "met" if ratio <= SNAPSHOT_TARGET else "MISSED"
+    print(f"a full snapshot: {ratio:.2f} copies of its bytes, target {SNAPSHOT_TARGET}: {verdict}")
     step = result.summary["step_seconds"]
     if step < 0.3:
         print(f"a step of {step:.3f} s is too short for a figure to quote; 0.3 s is the least")

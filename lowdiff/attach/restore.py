@@ -18,7 +18,7 @@ from lowdiff.model.sharding import local_of, sharded_as
 from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.compare import has_same_bits
-from lowdiff.recovery.replay.optimizers import placed_scalar, take_scales_by_groups
+from lowdiff.recovery.replay.optimizers import placed, placed_scalar, take_scales_by_groups
 from lowdiff.recovery.reshard import tensor_groups
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
@@ -149,7 +149,8 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> None:
         for group, hyper in pairs:
             before = dict(group)
             group.clear()
-            group.update({key: _in_place(before.get(key), value) for key, value in hyper.items()})
+            for key, value in hyper.items():
+                group[key] = _in_place(before.get(key), placed(value, attached.device))
             # What the run did not have yet: of a newer PyTorch, or of another scheduler.
             for key, value in {**optimizer.defaults, **before}.items():
                 group.setdefault(key, value)

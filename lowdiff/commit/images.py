@@ -12,9 +12,9 @@ from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.layout import share_owners
+from lowdiff.core.nested import each_tensor
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import each_tensor
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import ImageMark
@@ -23,8 +23,8 @@ from lowdiff.persistence.format.image import (
     PARAMETER,
     RESIDUAL,
     SCALARS,
+    ImageFile,
     ImageTensor,
-    stage_image,
 )
 from lowdiff.recovery.images import image_tensors, scalars_tensor
 from lowdiff.recovery.state import (
@@ -52,6 +52,7 @@ class Images:
         self.is_owed = False
         self._trainer = trainer
         self._step_before = -1
+        self._file = ImageFile(trainer.folder.snapshot)
         self._retry_step, self._retry_after = -1, 1
 
     def begin(self, step: int) -> None:
@@ -64,7 +65,7 @@ class Images:
         Raises:
             StorageError: If there is no memory for it.
         """
-        return stage_image(self._trainer.folder.snapshot, tensors, torch.get_num_threads())
+        return self._file.stage(tensors, torch.get_num_threads())
 
     def show(self, size: int, checksum: int) -> ImageMark:
         """Tell the processes of the snapshot that was begun, and is whole."""
@@ -85,6 +86,10 @@ class Images:
         """Owe a snapshot, because staging was removed, and with it one that is not durable."""
         self.step = min(self.step, durable_snapshot)
         self.is_owed = True
+
+    def release(self) -> None:
+        """Keep none mapped: whoever removes its file has the memory back."""
+        self._file.release()
 
     def is_ready(self, step: int, look: Look) -> bool:
         """Whether one after ``step`` finds its memory free, and the writer is well."""
@@ -126,7 +131,10 @@ class Share:
         """Return the tensors of the image; waits for what is on its way."""
         arrived = iter(self.leaving.arrived())
         tensors = [(name, next(arrived)) for name in self.names]
-        groups, state, held = each_tensor(self.values, lambda *_: next(arrived))
+        groups, state, held = each_tensor(
+            self.values,
+            lambda _, tensor: devices.belonging(next(arrived), devices.place_of(tensor)),
+        )
         scalars = scalars_tensor(groups, state, held, dict(self.items))
         return image_tensors([*tensors, (SCALARS, scalars)])
 

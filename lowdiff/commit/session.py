@@ -406,6 +406,7 @@ class Session:
         self._hooks.remove()
         self._objects.remove()
         self.recorder.reducer.close()
+        self.queue.images.release()
         self.agreement.close()
 
     def _show(self) -> None:

@@ -178,6 +178,7 @@ class Staging:
 
     def _renew(self, step: int) -> None:
         self.protection.storage.end_processes()
+        self._queue.images.release()
         self._area.make_anew()
         self._live.residual.move(self._area.folder.residual)
         self._trainer.meter.recorder.reopen()
@@ -266,7 +267,8 @@ class Staging:
         is_prompt = required or waits
         try:
             self._leaving.finish()
-            if is_prompt:
+            # Which frozen parameters an image leaves out is known of steps that are here.
+            if is_prompt or self._live.shares_constants:
                 self.settle()
         except LowDiffError:  # at the next commit it is tried again, and raised
             if required:

@@ -26,6 +26,11 @@ def may_look(at: torch.Tensor | torch.device) -> bool:
     return device.type == "cpu"
 
 
+def comes_late(at: torch.Tensor | torch.device) -> bool:
+    """Whether what a step reads there is copied to the host behind the step, which does not wait for it."""
+    return not may_look(at)
+
+
 def takes_whole_buckets(device: torch.device) -> bool:
     """Whether gradients are compressed bucket by bucket, in a fixed number of kernels.
 
@@ -52,6 +57,27 @@ def generator_of(device: torch.device) -> Generator | None:
         lambda: torch.cuda.get_rng_state(device),
         lambda state: torch.cuda.set_rng_state(state, device),
     )
+
+
+def place_of(tensor: torch.Tensor) -> str:
+    """Return the device where a tensor belongs: its own, or that of the tensor of which it is a copy on the host."""
+    return getattr(tensor, _PLACE, None) or str(tensor.device)
+
+
+def belonging(host: torch.Tensor, place: str) -> torch.Tensor:
+    """Mark a copy on the host with the place of its original; returns the copy."""
+    if place != place_of(host):
+        setattr(host, _PLACE, place)
+    return host
+
+
+def put_back(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor that belongs on an accelerator on a device, which may be another one, and any other as it is."""
+    return tensor if place_of(tensor) == "cpu" else tensor.to(device)
+
+
+#: Attribute of a copy on the host: a record says where a tensor was, and recovery reads it on the CPU.
+_PLACE = "lowdiff_place"
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
@@ -232,16 +258,16 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Fetch:
-    """Flat tensors on their way to the host; those of one dtype are copied together.
+    """Flat tensors on their way to the host; those of one dtype on one device are copied together.
 
     They are gathered first, so their owner may overwrite or free them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
-        self._places: dict[torch.dtype, list[int]] = {}
+        self._places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(tensors):
-            self._places.setdefault(tensor.dtype, []).append(place)
+            self._places.setdefault((tensor.dtype, tensor.device), []).append(place)
         joined = [torch.cat([tensors[i] for i in places]) for places in self._places.values()]
         self._hosts = [_host_memory(values) for values in joined]
         self._copies = [

@@ -5,21 +5,20 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from crc32c import crc32c
 
 from lowdiff.core import devices
 from lowdiff.core.events import Code, inform
-from lowdiff.core.layout import INT_OF_BYTES, dtype_name, flat, is_dense, own_name
-from lowdiff.core.memory import byte_view, in_memory_order
+from lowdiff.core.layout import dtype_name, own_name
+from lowdiff.core.nested import each_tensor
 from lowdiff.errors import ConfigError
 from lowdiff.model.freezing import LAYERS_ITEM, FrozenLayers
+from lowdiff.model.item_tensors import Changes, Departed, ItemTensors
 from lowdiff.persistence.format.values import decode, encode, same
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
@@ -31,73 +30,14 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.types import ITEM_BYTES, ItemRef
 
-#: Elements of each, at least, if it has so many: reading them in every step must cost little.
-_NUM_ELEMENTS = 8
-_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
-
-
-class FrozenSamples:
-    """A few elements of each frozen parameter as they were when it was last read whole.
-
-    A target network or a momentum encoder that is written through ``.data`` changes everywhere, so
-    these tell. A write to a part may pass between them.
-    """
-
-    def __init__(self) -> None:
-        #: By name: some elements, in the parameter's memory, and a copy of them.
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        #: Where those of the last `note_all` were.
-        self._places: list[tuple[int, tuple[int, ...]]] = []
-
-    def note(self, name: str, parameter: torch.Tensor) -> None:
-        """A parameter is being read whole."""
-        live = _sampled(parameter)
-        self._pairs[name] = live, live.clone()
-
-    def note_all(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """All of the parameters are noted, as every time, and most lie where they did the time before."""
-        places = [(p.data_ptr(), p.stride()) for p in parameters.values()]
-        if places != self._places:
-            self._places = places
-            for name, parameter in parameters.items():
-                self.note(name, parameter)
-        elif places:
-            pairs = [self._pairs[name] for name in parameters]
-            torch._foreach_copy_([seen for _, seen in pairs], [live for live, _ in pairs])
-
-    def have_moved(self, names: Iterable[str]) -> bool:
-        """Whether any of these is not as it was noted; their memory must be where it was."""
-        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for name in names:
-            by_device.setdefault(self._pairs[name][0].device, []).append(self._pairs[name])
-        # Joined, because an accelerator is waited for at each comparison.
-        joined = (map(torch.cat, zip(*pairs, strict=True)) for pairs in by_device.values())
-        return any(not torch.equal(live, seen) for live, seen in joined)
-
-
-def _sampled(parameter: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, as integers of their bits; shares its memory."""
-    # Where there are holes in its memory, only rows of it are known to be within.
-    line = (
-        flat(parameter) if is_dense(parameter) else parameter.detach()[(0,) * (parameter.dim() - 1)]
-    )
-    # An odd step, because rows are often a power of two long: else all would be of one column.
-    picked = line[:: line.numel() // _NUM_ELEMENTS | 1]
-    return picked.view(_INTEGERS[parameter.element_size()])
-
-
 #: Prefix of the name of a buffer that held a tensor once and is None now.
 ABSENT_ITEM = "absent/"
 _ABSENT = encode(None)
 _PYTHON_RNG, _NUMPY_RNG = RNG_ITEM + "python", RNG_ITEM + "numpy"
 #: An item of more than this in one step is named to the user.
 LARGE_ITEM_BYTES = 1 << 20
-#: Tensors in stateful objects from this size on are logged apart, and only when they changed.
+#: Tensors in stateful objects from this size on are logged apart, and only when they changed; an accelerator's all.
 _APART_BYTES = 4096
-#: Of tensors that are copied off an accelerator together: the host has memory for all of them at a time.
-_BATCH_BYTES = 16 << 20
-#: No record holds what is nested deeper.
-_MOST_DEPTH = 64
 _APART_DTYPES = frozenset({*ITEM_BYTES, "int64", "int32", "int16", "int8", "uint8", "bool"})
 
 
@@ -199,8 +139,7 @@ class ItemTracker:
         self._random = random_generators(device)
         self._layers = FrozenLayers(parameters)
         self._stateful = dict(stateful)
-        self._versions: dict[str, tuple[int, int] | None] = {}
-        self._checksums: dict[str, int] = {}
+        self._tensors = ItemTensors(device)
         self._committed: dict[str, bytes] = {}
         #: Item name of a generator -> its state, and the same encoded.
         self._seen_random: dict[str, tuple[Any, bytes]] = {}
@@ -208,8 +147,6 @@ class ItemTracker:
         self._seen_words: bytes | None = None
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
-        self._trusts_versions = True
-        self._samples = FrozenSamples()
         self._buffers = {name for name in constants() if name.startswith(BUFFER_ITEM)}
         self._absent: frozenset[str] = frozenset()
         #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
@@ -227,8 +164,8 @@ class ItemTracker:
 
     def is_as_started(self, name: str) -> bool:
         """Whether a frozen parameter still is what it was at `start`."""
-        return name in self._frozen_at_start and self._frozen_at_start[name] == self._checksums.get(
-            name
+        return name in self._frozen_at_start and self._tensors.is_at(
+            name, self._frozen_at_start[name]
         )
 
     @property
@@ -311,7 +248,8 @@ class ItemTracker:
         and a data loader moves on when its epoch ends, after the last commit.
         """
         tensors = self.tensors
-        return not self._changed_tensors(tensors) and self._now_absent(tensors) == self._absent
+        is_same = self._tensors.compared(tensors).are_none
+        return is_same and self._now_absent(tensors) == self._absent
 
     def start(self, items: Mapping[str, bytes], *, is_under_way: bool) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment.
@@ -326,7 +264,7 @@ class ItemTracker:
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
         tensors = self.tensors
-        self._changed_tensors(tensors)
+        self._tensors.note(self._tensors.compared(tensors))
         self._buffers |= {
             name.removeprefix(ABSENT_ITEM)
             for name in items
@@ -337,19 +275,22 @@ class ItemTracker:
             # What no record holds is logged with the first step: an object may be new, or may not
             # have taken its tensor back.
             if items.get(name) != encode(tensor.detach().cpu().contiguous(), name=name):
-                self._checksums.pop(name, None)
+                self._tensors.checksums.pop(name, None)
         self._frozen_at_start = {
             name: checksum
-            for name, checksum in self._checksums.items()
+            for name, checksum in self._tensors.checksums.items()
             if name.startswith(FROZEN_ITEM)
         }
 
-    def changed(self, *, thorough: bool = True) -> dict[str, bytes]:
+    def changed(self, *, thorough: bool = True) -> tuple[dict[str, bytes], Departed | None]:
         """Items whose bytes differ from those of the last call; no bytes for one that is gone.
 
         Args:
             thorough: Whether to read frozen parameters whole that neither a version counter nor
                 a few of their elements say were written.
+
+        Returns:
+            The items; on an accelerator those of tensors follow with `arrived`, and what it takes is the second value.
         """
         items = self.read()
         self._layers.compare(items)
@@ -357,7 +298,12 @@ class ItemTracker:
         gone = self._committed.keys() - items.keys()
         tensors = self.tensors
         absent = self._now_absent(tensors)
-        changed_tensors = self._changed_tensors(tensors, thorough=thorough)
+        departed, changes, of_tensors = None, None, {}
+        if self._tensors.come_late:
+            departed = self._tensors.depart(tensors, thorough=thorough)
+        else:
+            changes = self._tensors.compared(tensors, thorough=thorough)
+            of_tensors = changes.items()
         # Only now: whoever calls again after an error, of the user's object perhaps, finds it all.
         self._committed.update(found)
         for name in gone:
@@ -366,86 +312,30 @@ class ItemTracker:
         found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
         found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
         self._absent = absent
-        found |= {name: encode(tensor, name=name) for name, tensor in changed_tensors.items()}
-        for name in [n for n in self._checksums if n not in tensors]:
-            del self._checksums[name]
-            found[name] = b""
-        for name, data in found.items():
+        self._note_sizes(found)
+        if changes is not None:
+            self.note(changes, of_tensors)
+        return found | of_tensors, departed
+
+    def arrived(self, departed: Departed) -> Changes:
+        """Compare the tensors of a step, once they are here, with those of the step before; for any thread."""
+        return self._tensors.arrived(departed)
+
+    def note(self, changes: Changes, items: Mapping[str, bytes]) -> None:
+        """Take the tensors of a step for known, which are these items; one step after the other, for any thread."""
+        self._tensors.note(changes)
+        self._note_sizes(items)
+
+    def _note_sizes(self, items: Mapping[str, bytes]) -> None:
+        for name, data in items.items():
             if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
-                self.large_items[name] = len(data)
-        return found
+                # Another one: training may read what it was.
+                self.large_items = self.large_items | {name: len(data)}
 
     def _now_absent(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Buffers that held a tensor once and are not among ``tensors``, which it learns."""
         self._buffers.update(name for name in tensors if name.startswith(BUFFER_ITEM))
         return frozenset(self._buffers.difference(tensors))
-
-    def _changed_tensors(
-        self, tensors: Mapping[str, torch.Tensor], *, thorough: bool = True
-    ) -> dict[str, torch.Tensor]:
-        """Those of `tensors` that differ from the last call's, on the host."""
-        found: dict[str, torch.Tensor] = {}
-        versions: dict[str, tuple[int, int] | None] = {}
-        checksums: dict[str, int] = {}
-        trusted: list[str] = []
-
-        def compare(names: Mapping[str, bool]) -> None:
-            """Compare some, each with whether nothing says that it was written."""
-            for name, host in _on_host({name: tensors[name] for name in names}):
-                # With its form: another shape of the same bytes is another value.
-                form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
-                checksum = crc32c(byte_view(host), form) if host.numel() else form
-                if self._checksums.get(name) != checksum:
-                    if names[name]:
-                        self._distrust_versions(name)
-                    checksums[name] = checksum
-                    found[name] = host
-
-        doubted: dict[str, bool] = {}
-        for name, tensor in tensors.items():
-            # Version counters are right for frozen parameters, which only in-place operations
-            # write, but not for buffers: batch norm updates its statistics behind their back.
-            if not name.startswith(FROZEN_ITEM):
-                doubted[name] = False
-                continue
-            version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
-            is_known = version is not None and self._versions.get(name) == version
-            if not is_known or thorough or not self._trusts_versions:
-                versions[name] = version
-                if version is not None:
-                    self._samples.note(name, tensor)
-                doubted[name] = is_known
-            else:
-                trusted.append(name)
-        trusts = self._trusts_versions
-        compare(doubted)
-        if self._samples.have_moved(trusted) or trusts is not self._trusts_versions:
-            compare(dict.fromkeys(trusted, True))
-        self._versions |= versions
-        self._checksums |= checksums
-        return found
-
-    def _distrust_versions(self, name: str) -> None:
-        """A frozen parameter was written through ``.data``, as momentum encoders are."""
-        if self._trusts_versions:
-            Code.FROZEN_WRITTEN.warn(
-                f"{name} is frozen but was written through .data; from now on every frozen "
-                "parameter is read at every step; write it under torch.no_grad() instead, or "
-                "attach an AveragedModel, which is replayed",
-            )
-        self._trusts_versions = False
-
-
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors on the host in memory order; an accelerator is waited for once for many small ones."""
-    names, first, size = [*tensors], 0, 0
-    for stop, name in enumerate(names, 1):
-        size += tensors[name].nbytes
-        if stop == len(names) or size >= _BATCH_BYTES:
-            batch = names[first:stop]
-            for own, host in zip(batch, devices.on_host([tensors[n] for n in batch]), strict=True):
-                yield own, in_memory_order(host)
-            first, size = stop, 0
 
 
 def name_large_items(tracker: ItemTracker) -> None:
@@ -477,7 +367,8 @@ def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def _is_worth_it(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided  # asked first: a sparse tensor has no nbytes
-        and tensor.nbytes >= _APART_BYTES
+        # Apart it departs with the others; to encode it where it stands, the host would wait.
+        and (tensor.nbytes >= _APART_BYTES or devices.comes_late(tensor))
         and dtype_name(tensor.dtype) in _APART_DTYPES
     )
 
@@ -575,31 +466,3 @@ def _on_device(value: Any) -> list[bool]:
     found: list[bool] = []
     each_tensor(value, lambda _, tensor: found.append(not devices.may_look(tensor)))
     return found
-
-
-def each_tensor(
-    value: Any, change: Callable[[str, torch.Tensor], object], path: str = "", depth: int = 0
-) -> Any:
-    """``value`` with what ``change`` makes of each tensor in it, in an order that encoding keeps.
-
-    Args:
-        value: A state; what is nested deeper than a record can hold is left as it is.
-        change: Gets the path of a tensor and the tensor.
-        path: Of the value.
-        depth: Of the value.
-    """
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return change(path, value)
-    if depth > _MOST_DEPTH:
-        return value
-    if kind is dict or kind is OrderedDict:
-        return kind(
-            (key, each_tensor(part, change, f"{path}/{key}", depth + 1))
-            for key, part in value.items()
-        )
-    if kind is list or kind is tuple:
-        return kind(
-            each_tensor(part, change, f"{path}/{i}", depth + 1) for i, part in enumerate(value)
-        )
-    return value

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from lowdiff.core import devices
+from lowdiff.core.nested import each_tensor
+from lowdiff.model.item_tensors import Departed as DepartedTensors
+from lowdiff.model.items import ItemTracker
+from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.states import Change, Sealed
+from lowdiff.types import OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,3 +65,92 @@ class LateResidual:
 
     def learn(self) -> None:
         """See `Late`: nothing follows from it."""
+
+
+class LateItems:
+    """Buffers and other tensors of items; which of them changed is known once they have arrived.
+
+    A frozen parameter that turns out to be written through ``.data`` was not read: a snapshot has to hold the step.
+
+    Args:
+        tracker: Knows the tensors of the step before.
+        departed: As it had them depart.
+    """
+
+    def __init__(self, tracker: ItemTracker, departed: DepartedTensors) -> None:
+        self._tracker = tracker
+        self._departed = departed
+        self._items: dict[str, bytes] | None = None
+        self._changes: frozenset[Change] = frozenset()
+
+    def learn(self) -> None:
+        """See `Late`: items are a rank's own."""
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """See `Late`; the same again where what follows was broken off."""
+        if self._items is None:
+            found = self._tracker.arrived(self._departed)
+            items = found.items()
+            self._changes = frozenset({Change.OUTSIDE} if found.lost else ())
+            self._items = items
+            self._tracker.note(found, items)
+        differential = sealed.differential
+        return replace(
+            sealed,
+            differential=replace(differential, items={**differential.items, **self._items}),
+            changes=sealed.changes | self._changes,
+        )
+
+
+def late_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a plain value that are on an accelerator."""
+    found: list[torch.Tensor] = []
+
+    def note(_: str, tensor: torch.Tensor) -> None:
+        if devices.comes_late(tensor):
+            found.append(tensor)
+
+    each_tensor(value, note)
+    return found
+
+
+class LateGroups:
+    """Hyper-parameters that lie on an accelerator, such as a learning rate that kernels read.
+
+    Args:
+        tensors: All there are in the record: of what optimizers consumed, and of the step's end also where it is equal.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._fetch = devices.fetch([tensor.reshape(-1) for tensor in tensors])
+
+    def learn(self) -> None:
+        """See `Late`: nothing follows from it."""
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """See `Late`."""
+        arrived = self._fetch.arrived()
+        here = {
+            id(tensor): devices.belonging(host.view(tensor.shape), devices.place_of(tensor))
+            for tensor, host in zip(self._tensors, arrived, strict=True)
+        }
+
+        def completed(done: OptimizerStep) -> OptimizerStep:
+            consumed, committed = each_tensor(
+                (done.consumed, done.committed), lambda _, tensor: here.get(id(tensor), tensor)
+            )
+            is_moved = committed is not None and not same(consumed, committed)
+            return replace(done, consumed=consumed, committed=committed if is_moved else None)
+
+        differential = sealed.differential
+        earlier = tuple(
+            replace(call, optimizers=tuple(map(completed, call.optimizers)))
+            for call in differential.earlier
+        )
+        optimizers = tuple(map(completed, differential.optimizers))
+        return replace(
+            sealed,
+            differential=replace(differential, optimizers=optimizers, earlier=earlier),
+            groups=[done.after for done in optimizers],
+        )

@@ -11,6 +11,8 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.compressors.exchange import stamp_of
+from lowdiff.core import devices
+from lowdiff.core.nested import each_tensor
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import hyper_parameters
 from lowdiff.model.tracked import Live
@@ -20,7 +22,7 @@ from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
-from lowdiff.step.late import LatePayload, LateResidual
+from lowdiff.step.late import LateGroups, LateItems, LatePayload, LateResidual, late_tensors
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Late, Sealed, State, Step
 from lowdiff.step.verdict import Verdict
@@ -227,21 +229,32 @@ class Recorder:
             step.sealed = replace(step.sealed, changes=self._changes())
             return step.sealed
         # First, because the user's objects may raise: nothing has been read once by then.
-        items = self._live.tracker.changed(thorough=thorough)
+        items, tensors = self._live.tracker.changed(thorough=thorough)
+        late: list[Late] = [] if tensors is None else [LateItems(self._live.tracker, tensors)]
         step.begin_sealing(ranks=self._live.world_size)
-        step.seal(self._read(items, follows_snapshot=follows_snapshot))
+        step.seal(self._read(items, late, follows_snapshot=follows_snapshot))
         assert step.sealed is not None
         return step.sealed
 
-    def _read(self, items: dict[str, bytes], *, follows_snapshot: bool) -> Sealed:
+    def _read(self, items: dict[str, bytes], late: list[Late], *, follows_snapshot: bool) -> Sealed:
+        """Read the step.
+
+        Args:
+            items: That changed.
+            late: What has departed so far; the rest is added in the order in which it departs.
+            follows_snapshot: See `seal`.
+        """
         step, live = self.step, self._live
         for index, verdict in step.late.items():
             step.consumed[index] = self._judged(index, step.consumed[index], verdict)
         departed = self.reducer.depart()  # first: the rest is done meanwhile
         self._gradients.end_step(step.stepped)
         live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
-        optimizers = tuple(_ended(step.consumed.get(i), now) for i, now in enumerate(live_groups))
-        groups = [done.committed or done.consumed for done in optimizers]
+        comes_late = devices.comes_late(live.attached.device)
+        optimizers = tuple(
+            _ended(step.consumed.get(i), now, can_compare=not (comes_late and late_tensors(now)))
+            for i, now in enumerate(live_groups)
+        )
         held = tuple(live.attached.held())
         live.residual.advance()
         self.scaling.end_step()
@@ -250,7 +263,6 @@ class Recorder:
             step.changes.add(Change.OUTSIDE)
         seen = self.watch.at_commit(step.number, averages, whole_state=follows_snapshot)
         payload, of_peers = Payload(()), dict[int, Payload]()
-        late: list[Late] = []
         if departed.travels:
             late.append(LatePayload(departed, self._peers))
         else:
@@ -279,11 +291,17 @@ class Recorder:
             written=seen.written,
             earlier=step.earlier,
         )
-        stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
+        if comes_late:
+            done = [one for call in differential.steps for one in call.optimizers]
+            if tensors := late_tensors([[one.consumed, one.committed] for one in done]):
+                late.append(LateGroups(tensors))
+        stepped, consumed = (0, 0)
+        if live.world_size > 1:
+            stepped, consumed = _agreed(differential, comes_late=comes_late)
         return Sealed(
             differential,
             self._changes(),
-            groups,
+            [o.after for o in optimizers],
             calls=step.calls,
             stepped=stepped,
             consumed=consumed,
@@ -340,18 +358,29 @@ def copied(value: Any) -> Any:
 _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
-def _ended(done: OptimizerStep | None, groups: Groups) -> OptimizerStep:
-    """One optimizer's part of a step, with its groups as they are at the end."""
+def _ended(done: OptimizerStep | None, groups: Groups, *, can_compare: bool) -> OptimizerStep:
+    """One optimizer's part of a step, with its groups as they are at the end, unless the host sees that they are equal."""
     if done is None:
         return OptimizerStep(stepped=False, consumed=copied(groups))
-    return done if same(done.consumed, groups) else replace(done, committed=copied(groups))
+    if can_compare and same(done.consumed, groups):
+        return done
+    return replace(done, committed=copied(groups))
 
 
-def _agreed(differential: Differential) -> tuple[int, int]:
-    """Which optimizers stepped, and a checksum of what they used: alike on all ranks of a run."""
+def _agreed(differential: Differential, *, comes_late: bool) -> tuple[int, int]:
+    """Which optimizers stepped, and a checksum of what they used: alike on all ranks of a run.
+
+    Of a tensor on an accelerator, for which the host would wait, only the form is in it.
+    """
     calls = [step.optimizers for step in differential.steps]
     stepped = sum(
         any(call[i].stepped for call in calls) << i for i in range(len(differential.optimizers))
     )
     parts = [[o.stepped, o.consumed, o.after] for call in calls for o in call]
+    if comes_late:
+        parts = each_tensor(parts, _comparable)
     return stepped, crc32c(encode(parts))
+
+
+def _comparable(_: str, tensor: torch.Tensor) -> object:
+    return [tensor.dtype, tensor.shape] if devices.comes_late(tensor) else tensor

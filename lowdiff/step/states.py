@@ -98,7 +98,8 @@ class Sealed:
         other: Checksum of the share of rank ``watched``, as this rank has it.
         watched: The rank whose share this rank compares with its own.
         of_peers: What other ranks store of the step, by rank, made from this rank's memory; see `Reducer`.
-        late: Parts that are on their way from an accelerator; empty once the record is whole.
+        late: Parts that are on their way from an accelerator, in the order in which they departed; empty once the record
+            is whole.
     """
 
     differential: Differential
@@ -116,7 +117,9 @@ class Sealed:
     def arrived(self) -> Sealed:
         """Return it with its record whole; waits for what is on its way."""
         whole = self
-        for part in self.late:
+        for part in reversed(
+            self.late
+        ):  # behind the last one the others are done: the host waits once
             whole = part.complete(whole)
         return replace(whole, late=()) if self.late else self
 

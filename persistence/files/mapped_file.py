@@ -37,9 +37,39 @@ class MappedFile:
         self.size = size
         try:
             self._map = _mapped(path, size)
+            found = os.stat(path)
         except OSError as error:
             raise StorageError(_refusal(path, size, error)) from error
+        self._identity = found.st_dev, found.st_ino
         self.view = memoryview(self._map)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the path still names the file, and nobody has cut it: a store into what is gone would be a SIGBUS."""
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino, there.st_size) == (*self._identity, self.size)
+
+    def resize(self, size: int) -> None:
+        """Give the file another size; pages that it had stay mapped. Nobody may hold the view.
+
+        Raises:
+            StorageError: If there is not enough memory.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDWR)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            finally:
+                os.close(descriptor)
+            self.view.release()
+            self._map.resize(size)
+        except OSError as error:
+            raise StorageError(_refusal(self.path, size, error)) from error
+        self.view = memoryview(self._map)
+        self.size = size
 
     def renamed(self, path: Path) -> None:
         """Rename the file; the mapping stays.

@@ -276,23 +276,53 @@ def in_file_order(entries: Iterable[_Entry]) -> list[_Entry]:
     return sorted(entries, key=lambda entry: (-entry.item_bytes, entry.name))
 
 
+class ImageFile:
+    """The file of a rank's staged images, one after the other; it stays mapped, because to map it costs half a copy."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: MappedFile | None = None
+
+    def stage(self, tensors: Sequence[ImageTensor], num_threads: int = 1) -> tuple[int, int]:
+        """Copy tensors into it, by several threads if it is large.
+
+        Returns:
+            Its length in bytes and its CRC-32C. The image is whole when this returns.
+
+        Raises:
+            StorageError: If there is not enough memory; then the file is removed.
+        """
+        ordered = in_file_order(tensors)
+        header = image_header(ordered)
+        try:
+            view = self._sized(len(header) + sum(t.data.nbytes for t in ordered))
+        except StorageError:
+            self.release()
+            self._path.unlink(
+                missing_ok=True
+            )  # the image before it is durable: its memory may help
+            raise
+        parts = [memoryview(header), *(tensor.data for tensor in ordered)]
+        return copy_in_parallel(view, parts, num_threads)
+
+    def release(self) -> None:
+        """Map it no longer: whoever removes the file has its memory back."""
+        self._file = None
+
+    def _sized(self, size: int) -> memoryview:
+        if self._file is None or not self._file.is_whole:
+            self.release()  # before another one takes as much memory
+            self._file = MappedFile(self._path, size)
+        elif size != self._file.size:
+            self._file.resize(size)
+        return self._file.view
+
+
 def stage_image(
     path: Path, tensors: Sequence[ImageTensor], num_threads: int = 1
 ) -> tuple[int, int]:
-    """Copy tensors into a staged image, by several threads if it is large.
-
-    Returns:
-        Its length in bytes and its CRC-32C. The image is whole when this returns.
-    """
-    ordered = in_file_order(tensors)
-    header = image_header(ordered)
-    try:
-        file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
-    except StorageError:
-        path.unlink(missing_ok=True)  # the image before it is durable: its memory may help
-        raise
-    parts = [memoryview(header), *(tensor.data for tensor in ordered)]
-    return copy_in_parallel(file.view, parts, num_threads)
+    """Stage an image into a file that is not kept mapped; see `ImageFile`."""
+    return ImageFile(path).stage(tensors, num_threads)
 
 
 def check_shard(folder: Path, manifest: Manifest) -> Path:

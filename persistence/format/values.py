@@ -187,19 +187,20 @@ def _torch_types() -> dict[type, StoredType]:
             host = in_memory_order(tensor)
         return [
             ("dtype", names[tensor.dtype]),
-            ("device", str(tensor.device)),
+            ("device", devices.place_of(tensor)),
             ("shape", list(tensor.shape)),
             ("data", bytes(byte_view(host))),
         ]
 
     def join_tensor(parts: list[Any]) -> torch.Tensor:
-        name, _, shape, data = parts
+        name, place, shape, data = parts
         _check_shape(shape, dtypes[name].itemsize, data)
         if name.startswith("q"):
             raise BadEncoding("a quantised tensor, without its scale")
         flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         byte_view(flat)[:] = data
-        return flat.view(dtypes[name]).view(shape).detach()  # detached, so not a view for autograd
+        own = flat.view(dtypes[name]).view(shape).detach()  # detached, so not a view for autograd
+        return devices.belonging(own, place)
 
     def join_size(parts: list[Any]) -> torch.Size:
         if any(type(n) is not int for n in parts):
@@ -271,7 +272,7 @@ def decode(data: bytes | memoryview) -> Any:
     """Rebuild the value; never executes anything that the bytes could choose.
 
     Memory is bounded by the length of ``data`` times a constant. Tensors and arrays own their
-    memory and are writable; tensors are on the CPU.
+    memory and are writable; tensors are on the CPU, and `devices.place_of` tells where they were.
 
     Args:
         data: Result of :func:`encode`, or arbitrary bytes.

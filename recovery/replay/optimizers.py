@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.core import devices
+from lowdiff.core.nested import each_tensor
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.types import OptimizerSpec
@@ -387,11 +388,19 @@ def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:
     """Hyper-parameters with which a group can be stepped on a device.
 
     What CUDA graphs ask for, torch refuses on a CPU, and then also ``foreach`` with a rate that is
-    a tensor.
+    a tensor. On an accelerator tensors lie where they did in training: kernels of which the host knows
+    the divisor round otherwise.
     """
-    if not devices.may_look(device) or not hyper.get("capturable"):
+    if not devices.may_look(device):
+        return {key: placed(value, device) for key, value in hyper.items()}
+    if not hyper.get("capturable"):
         return hyper
     return {**hyper, "capturable": False, "foreach": False}
+
+
+def placed(value: Any, device: torch.device) -> Any:
+    """A hyper-parameter with the tensors in it that belong on an accelerator put on a device."""
+    return each_tensor(value, lambda _, tensor: devices.put_back(tensor, device))
 
 
 def placed_scalar(

@@ -16,9 +16,14 @@ KEYS = {"name", "settings", "machine", "versions", "seed", "samples", "summary"}
 FIGURES = {
     "compress": {"topk_speedup_vs_torch", "powersgd_4/stored_bytes_per_element"},
     "convergence": {"digits/dense_loss", "text/topk_1_deviations", "worst_deviation_at_tuned_rate"},
-    "device_ops": {"hook_launches", "hook_host_waits", "powersgd_predicted_step_ms"},
+    "device_ops": {
+        "hook_launches",
+        "hook_host_waits",
+        "powersgd_predicted_step_ms",
+        "buffers_host_waits",
+    },
     "lowdiff_plus": {"overhead_upper95", "overhead_median", "restart_over_copy"},
-    "overhead": {"overhead_upper95", "overhead_median"},
+    "overhead": {"overhead_upper95", "overhead_median", "snapshot_over_memcpy"},
     "peers": {
         "tinyx1/lowdiff_topk/ratio",
         "tinyx1/torch_save/stall_p99_seconds",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benches.bench_device_ops import hook_of_eight
+import lowdiff
+from benches.bench_device_ops import ARMS, counts, hook_of_eight, trainee
 from benches.counted_device import DEVICE, CountedDevice, Tally
 from benches.gpu.training import MODELS
+from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import Wire
 from lowdiff.core import devices
 
@@ -102,6 +106,36 @@ def test_the_host_keeps_its_values_and_the_device_is_asked_in_one_place() -> Non
         assert (torch.ones(3) * 2).tolist() == [2, 2, 2]
         assert x.sum().item() == 0
     assert not devices.fetch([torch.ones(3)]).travels
+
+
+def test_buffers_and_a_rate_that_lie_on_the_device_cost_no_wait_and_come_back_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MODELS["tiny"][0]
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        plain, own = (
+            counts(ARMS[prefix], config, 2, tmp_path / prefix, {}) for prefix in ("", "buffers_")
+        )
+        for without, with_them in zip(plain, own, strict=True):
+            assert with_them["commit"].waits == without["commit"].waits
+            assert not with_them["pre-hook"].waits
+        # What is compared after it was restored has no values here.
+        monkeypatch.setattr("lowdiff.attach.resume.check_restored", lambda *_: None)
+        with CountedDevice():
+            ddp, optimizer = trainee(ARMS["buffers_"], config)
+            (group,) = optimizer.param_groups
+            group["lr"] = 0.1  # a script may leave the tensor to lowdiff
+            folder = tmp_path / "buffers_"
+            checkpointer = lowdiff.Checkpointer(
+                folder / "run", staging=folder / "staging", compressor=TopK(0.01)
+            )
+            assert checkpointer.attach(ddp, optimizer) == 6
+            assert group["lr"].device == DEVICE
+            checkpointer.close()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

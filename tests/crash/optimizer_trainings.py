@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tests.crash.trainings import (
+    TinyCNN,
     Training,
     batch,
     classifier,
     classify,
+    labels,
     plain_loop,
     training,
     wrapped,
@@ -114,6 +117,25 @@ def lr_by_hand(rank: int, world_size: int) -> Training:
         return loss
 
     return Training(ddp, optimizer, step)
+
+
+@training
+def rate_in_a_tensor(rank: int, world_size: int) -> Training:
+    """A scheduler writes into the learning rate, which is a tensor, after each step; batch norm writes statistics."""
+    ddp = wrapped(TinyCNN())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=torch.tensor(1e-2), foreach=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(t: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        scores = ddp(batch(t, rank, 8, 3, 8, 8))
+        loss = functional.cross_entropy(scores, labels(t, rank, 8, 10))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return Training(ddp, optimizer, step, {"scheduler": scheduler})
 
 
 @training

@@ -117,19 +117,24 @@ LATE = ("topk by buckets", "topk by buckets bfloat16", "topk by buckets of 2 bit
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
+    ("training", "name", "world_size"),
     [
-        pytest.param(name, size, marks=[] if (name, size) == (LATE[0], 2) else [pytest.mark.slow])
-        for name in LATE
+        pytest.param(training, name, size, marks=[] if size == 2 and is_quick else pytest.mark.slow)
+        for training, name, is_quick in [
+            *(("gpt_adamw", name, name == LATE[0]) for name in LATE),
+            ("rate_in_a_tensor", LATE[0], True),
+            ("frozen_parameters", LATE[0], False),
+            ("large_stateful_object", LATE[0], False),
+        ]
         for size in (1, 2, 3)
     ],
 )
 def test_steps_that_arrive_late_come_back_bit_for_bit(
-    pool: Pool, tmp_path: Path, name: str, world_size: int
+    pool: Pool, tmp_path: Path, training: str, name: str, world_size: int
 ) -> None:
     """A step counts once it is staged, at most two steps after it ended; what a kill takes is made again."""
     settings = {"compressor": FAMILY[name], "by_buckets": True}
-    build = TRAININGS["gpt_adamw"]
+    build = TRAININGS[training]
     whole = history(
         pool, build, tmp_path / "whole", world_size=world_size, until=STEPS, settings=settings
     )

@@ -55,6 +55,7 @@ class ReplicaImages(Images):
     def free(self, look: Look) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""
         if self._holds_memory and not self.is_in_use(look):
+            self.release()
             self._trainer.folder.snapshot.unlink(missing_ok=True)
             self._holds_memory = False
 

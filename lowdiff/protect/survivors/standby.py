@@ -23,7 +23,7 @@ from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.placement import Node
 from lowdiff.errors import StorageError
-from lowdiff.model.items import FrozenSamples
+from lowdiff.model.item_tensors import FrozenSamples
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import StagingFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from safetensors.torch import load_file
 
 from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.files.durable import make_directory
+from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
+    ImageFile,
     ImageTensor,
     Manifest,
     PartSums,
@@ -80,6 +83,53 @@ def test_an_image_without_room_gives_back_that_of_the_one_before(tmp_path: Path)
             staged(path, {"model/a": torch.zeros(400_000)})
         assert not path.exists()
         staged(path, {"model/a": torch.zeros(200_000)})
+
+
+def test_images_of_any_size_follow_each_other_in_one_file_that_is_mapped_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "snapshot"
+    file = ImageFile(path)
+    made = []
+
+    def mapped(*given: Any) -> MappedFile:
+        made.append(given)
+        return MappedFile(*given)
+
+    monkeypatch.setattr("lowdiff.persistence.format.image.MappedFile", mapped)
+    for count in (1_000_000, 1_000_000, 999_999, 1_000_001, 10, 2_000_000):
+        tensors = {"model/a": torch.rand(count)}
+        size, checksum = file.stage([image_tensor(*one) for one in tensors.items()])
+        assert path.stat().st_size == size
+        assert crc32c(path.read_bytes()) == checksum
+        assert_same(load_file(path), tensors)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("way", ["removed", "another", "cut"])
+def test_an_image_goes_into_a_file_made_anew_where_that_of_the_one_before_is_gone(
+    tmp_path: Path, way: str
+) -> None:
+    path = tmp_path / "snapshot"
+    file, tensors = ImageFile(path), [image_tensor("model/a", torch.rand(100_000))]
+    expected = file.stage(tensors)
+    if way == "cut":
+        os.truncate(path, 5000)
+    else:
+        path.unlink()
+    if way == "another":
+        path.write_bytes(bytes(expected[0]))
+    assert file.stage(tensors) == expected
+    assert crc32c(path.read_bytes()) == expected[1]
+
+
+def test_an_image_that_grows_without_room_gives_the_memory_back(tmp_path: Path) -> None:
+    with tmpfs_or_skip(tmp_path / "memory", 1) as memory:
+        file = ImageFile(memory / "snapshot")
+        file.stage([image_tensor("model/a", torch.zeros(150_000))])
+        with pytest.raises(StorageError):
+            file.stage([image_tensor("model/a", torch.zeros(400_000))])
+        (memory / "other").write_bytes(bytes(900_000))
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
