@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lowdiff.model.device_watch import Looks
 from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.states import Change, Sealed
 
@@ -49,3 +50,28 @@ class LateResidual:
         """See `Late`."""
         self.copy.arrive()
         return sealed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateLooks:
+    """Checksums, and whether something else than optimizers wrote to parameters.
+
+    Attributes:
+        looks: Of the step.
+    """
+
+    looks: Looks
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """See `Late`."""
+        seen, has_written = self.looks.arrived()
+        return replace(
+            sealed,
+            differential=replace(
+                sealed.differential,
+                digests=seen.digests,
+                state_digests=seen.states,
+                averages=seen.averages,
+            ),
+            changes=sealed.changes | ({Change.OUTSIDE} if has_written else set()),
+        )

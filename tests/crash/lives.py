@@ -119,13 +119,14 @@ def _lived(
 
 @contextmanager
 def as_from_an_accelerator(seed: int) -> Iterator[None]:
-    """Payloads arrive late, and staging has copies of the residual, of each step: then a resume is exact."""
+    """Payloads and looks arrive late, and staging has copies of the residual, of each step: then a resume is exact."""
 
     def copied(path: Path, layout: Layout, loss_scale: LossScale) -> CopiedResidual:
         return CopiedResidual(path, layout, torch.device("cpu"), loss_scale)
 
     with (
         lowdiff.testing.late_copies(seed=seed),
+        lowdiff.testing.late_looks(),
         mock.patch("lowdiff.attach.begin.StagedResidual", copied),
         mock.patch("lowdiff.step.residual.COPIED_EVERY", 1),
     ):
