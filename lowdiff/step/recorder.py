@@ -258,7 +258,7 @@ class Recorder:
         if copy is not None:
             late.append(LateResidual(copy))
         if isinstance(seen, Looks):
-            late.append(LateLooks(seen))
+            late.insert(0, LateLooks(seen))  # copied behind the payload, which is here with it
             seen = Seen((), {}, averages, Written())
         differential = Differential(
             step=step.number,

@@ -229,7 +229,6 @@ class Replayer:
         self._fence = fence
         self._shares = shares_of(fence.layout, fence.world_size)
         self._options = options
-        self._environment = fence.environment
         version = other_torch(fence.environment)
         self._suspected = (
             "something that was not noticed wrote to it, to its gradient or to its optimizer's state"
@@ -242,7 +241,6 @@ class Replayer:
         self._held = {block.parameter for unit in planned for block in unit.blocks}
         device = options.device
         sums = None if devices.may_look(device) else sums_on(device)
-        self._makes_same_bits = makes_same_bits(fence, device)
         #: What lies on a device has sums only, so there no CRC-32C is compared.
         self._compares = sums is None or fence.digests == "sum64"
         self._units = [UnitState(unit, state, fence, chooser, sums) for unit in planned]
@@ -286,7 +284,7 @@ class Replayer:
         scratch = Scratch(self._scratch_elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
         # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
-        with torch.no_grad(), arithmetic_of(self._environment):
+        with torch.no_grad(), arithmetic_of(self._fence.environment):
             for unit in queue:
                 looks: list[Look] = []
                 for step in window:
@@ -320,11 +318,11 @@ class Replayer:
                 "differently",
             )
         except ReplayMismatch as mismatch:
-            if self._makes_same_bits:
+            if makes_same_bits(self._fence, self._options.device):
                 raise
             self._compares = False
             Code.REPLAYED_ELSEWHERE.warn(
-                f"{mismatch}. The run was trained on {self._environment.device} and is replayed on "
+                f"{mismatch}. The run was trained on {self._fence.environment.device} and is replayed on "
                 f"{devices.name_of(self._options.device)}, whose last places may differ; later steps are not compared"
             )
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lowdiff.core.memory import bits
 from lowdiff.core.sums.plain import ROW, weights
 
 _Numbers = npt.NDArray[np.uint64]
@@ -74,7 +75,5 @@ def _rows(first: int, count: int) -> _Numbers:
 
 
 def _weights(first: int, count: int) -> _Numbers:
-    found: _Numbers = np.array(
-        weights(first, count, torch.device("cpu")).tolist(), dtype=np.int64
-    ).view(np.uint64)
+    found: _Numbers = bits(weights(first, count, torch.device("cpu"))).view(np.uint64)
     return found

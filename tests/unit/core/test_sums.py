@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.core.memory import byte_view
-from lowdiff.core.sums import MODULUS, Sums, plain_sums, sums_on, unsigned
+from lowdiff.core.sums import MODULUS, Sums, sums_on, unsigned
 from lowdiff.core.sums.host import host_sum
-from lowdiff.core.sums.plain import ROW
+from lowdiff.core.sums.plain import ROW, plain_sums
 from tests.docs.blocks import ROOT
 from tests.unit.compressors.flat.test_selection import needs_triton
 
@@ -46,17 +46,18 @@ WAYS = [by_torch, by_triton]
 
 def by_definition(data: bytes) -> int:
     """As docs/format.md has it."""
-    outputs, state = [], 0
+    outputs: list[int] = []
+    state = 0
     words = struct.unpack(f"<{-(-len(data) // 4)}I", data + bytes(-len(data) % 4))
     for _ in range(ROW + len(words) // ROW + 1):
         state = (state + 0x9E3779B97F4A7C15) % MODULUS
         z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
         z = (z ^ z >> 27) * 0x94D049BB133111EB % MODULUS
         outputs.append((z ^ z >> 31) | 1)
-    return (
-        sum(outputs[ROW + j // ROW] * outputs[j % ROW] * word for j, word in enumerate(words))
-        % MODULUS
-    )
+    total = 0
+    for j, word in enumerate(words):
+        total += outputs[ROW + j // ROW] * outputs[j % ROW] * word
+    return total % MODULUS
 
 
 def tensor_of(kind: torch.dtype, count: int, seed: int) -> torch.Tensor:
