@@ -31,6 +31,7 @@ from typing_extensions import Self
 
 from lowdiff.commit.pending import Pending
 from lowdiff.core import devices, transforms
+from lowdiff.core.sums.plain import ROW
 from lowdiff.persistence.format.values import _torch_types
 
 DEVICE = torch.device("cuda:0")
@@ -354,7 +355,9 @@ class CountedDevice(TorchDispatchMode):
                 tally.num_bytes += round(
                     self._kernel_bytes[name] * self._elements[id(named["table"])]
                 )
-            if name == "consumed_search":
+            if name == "sum_words":  # a program's last rows may be fewer
+                tally.num_bytes += named["table"].shape[1] * named["rows"] * 4 * ROW
+            elif name == "consumed_search":
                 tally.num_bytes += named["table"].shape[1] * named["block"] * named["width"]
             elif name.startswith("consumed_"):
                 tally.num_bytes += named["positions"].numel() * (4 + 2 * named["width"])

@@ -174,8 +174,8 @@ class Checkpointer:
             error of ``attach``.
         watch: ``"live"``: every step looks whether something else than the optimizer wrote to a
             parameter (clamping, weight normalisation, averages swapped in and out) and logs what it
-            finds as values, so that the step stays exact; on an accelerator only version counters
-            tell, and such a step costs a full snapshot. ``"recovery"``: only a checksum is logged, a
+            finds as values, so that the step stays exact; on an accelerator such a step costs a full
+            snapshot. ``"recovery"``: only a checksum is logged, a
             third of the reading; no write is noticed while training runs, and recovery ends at the
             last step before such a write.
         tuning: What ``"auto"`` goes by: expected failures, and limits.

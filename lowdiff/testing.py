@@ -187,6 +187,16 @@ def whole_buckets() -> Iterator[None]:
 
 
 @contextmanager
+def late_looks() -> Iterator[None]:
+    """Take checksums on CPUs too as on accelerators: as sums, which arrive late.
+
+    It counts where a Checkpointer is attached.
+    """
+    with patch.object(devices, "sums_there", lambda _: True):
+        yield
+
+
+@contextmanager
 def late_copies(
     *, least_seconds: float = 0.0, most_seconds: float = 0.05, seed: int = 0
 ) -> Iterator[None]:

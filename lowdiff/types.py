@@ -299,8 +299,8 @@ class Differential:
         payload: This rank's share of the gradient.
         items: Encoded buffers, RNG and stateful objects whose bytes changed, by name.
         residual: Where this rank's residual lies, if it lies in a staging slot.
-        digests: CRC-32C of each parameter of this rank's share after the step, ascending by layout
-            index; empty where none were taken.
+        digests: Checksum of each parameter of this rank's share after the step, ascending by layout
+            index, of the kind that `Fence.digests` names; empty where none were taken.
         state_digests: Layout index -> checksum of what the optimizer keeps of that parameter, see
             `core.digest.state_digest`: of some parameters of this rank's share, at another step of others.
         averages: Name of a stateful object that is an average of the parameters -> what it did.
@@ -428,6 +428,8 @@ class Origin:
 
 #: Names of the ways to protect a run's steps; what each does is said in ``lowdiff/protect``.
 STRATEGIES = ("log", "replica", "survivors")
+#: What checksums of a step's parameters can be: CRC-32C, or sums as of `lowdiff.core.sums`.
+DIGESTS = ("crc32c", "sum64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +458,7 @@ class Fence:
         origin: Where a history without a parent took its weights from; None where it was not told to take any.
         draws: Per rank, a number: ranks with the same one compute one replica of the model together, and draw
             alike, as those of tensor parallelism do. Empty: each draws for itself.
+        digests: What the checksums of its steps are, one of `DIGESTS`.
     """
 
     run_id: str
@@ -481,6 +484,7 @@ class Fence:
     origin: Origin | None = None
     built: Mapping[str, str] = field(default_factory=dict)
     draws: tuple[int, ...] = ()
+    digests: str = "crc32c"
 
     @property
     def predicted(self) -> Decision | None:

@@ -203,8 +203,8 @@ class Search:
                 self._versions_said.add(version)
                 fence = self.catalog.incarnations[plan.incarnation]
                 compared = "each is compared with the checksums recorded of it"
-                if fence.environment.device != "cpu":
-                    compared = "an accelerator records no checksums of steps, so nothing tells whether bits agree"
+                if fence.environment.device != "cpu" and fence.digests == "crc32c":
+                    compared = "they have no checksums, so nothing tells whether bits agree"
                 Code.REPLAYED_WITH_OTHER_TORCH.warn(
                     f"steps {steps[0]} to {steps[-1]} were made with torch {version} and are replayed with "
                     f"torch {torch.__version__}; {compared}"

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from lowdiff.compressors.flat import matrix_kernels as kernels
 from lowdiff.compressors.flat.matrices import Matrices, Tiling
-from lowdiff.compressors.flat.operators import operator
+from lowdiff.core.operators import operator
 
 #: As of the selection's; products and sums that are to be one operation say so.
 _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}

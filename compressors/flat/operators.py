@@ -1,11 +1,10 @@
 """The Triton kernels as operators of PyTorch, and the selection that calls them in turn.
 
-An operator is one launch. Each has a fake, so that what a step launches can be counted without a device.
+An operator is one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,29 +13,13 @@ import torch
 from lowdiff.compressors.flat import kernels
 from lowdiff.compressors.flat.selection import Entries, Operands, Table
 from lowdiff.core import devices
+from lowdiff.core.operators import operator
 
 #: Bits of the three digits of a pattern; a parameter's counts have room for each.
 _DIGITS = 9, 11, 11
 _WIDTH = 1 << max(_DIGITS)
 #: No product and sum become one operation that rounds once: the bits are those of PyTorch's operations in turn.
 _LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-_library = torch.library.Library("lowdiff", "FRAGMENT")
-
-
-def operator(schema: str, launch: Callable[..., None]) -> Callable[..., None]:
-    """Define an operator that returns nothing; what it changes through addresses its schema does not say."""
-    name = _library.define(f"{schema} -> ()")
-
-    def launch_there(*given: Any) -> None:
-        with devices.chosen(given[0].device):  # Triton launches on the current one
-            launch(*given)
-
-    for key in ("CUDA", "CPU"):  # on CPUs Triton interprets
-        _library.impl(name, launch_there, key)
-    torch.library.register_fake(f"lowdiff::{name}", lambda *_: None, lib=_library)
-    made: Callable[..., None] = getattr(torch.ops.lowdiff, name).default
-    return made
-
 
 _BLOCKS = "Tensor table, int num_blocks, int num_segments, int block, int chunk"
 _ROOMS = "Tensor{} rooms, Tensor{} totals, Tensor{} sizes, int room"

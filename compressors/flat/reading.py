@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from lowdiff.compressors.flat.kernels import kernel
-from lowdiff.compressors.flat.operators import operator
 from lowdiff.compressors.flat.sent import SentBucket, patterns
 from lowdiff.core import devices
+from lowdiff.core.operators import operator
 
 _MOST_TABLES = 64
 _LAUNCH: dict[str, Any] = {"num_warps": 4}

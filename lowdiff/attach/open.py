@@ -23,6 +23,7 @@ from lowdiff.commit.images import constant_images
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.run_lock import RunLock
 from lowdiff.compressors import refuse_unknown
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError, UnsupportedModel
@@ -298,6 +299,7 @@ def _fenced(
         origin=recovered.origin,
         built=built,
         draws=attached.draws,
+        digests="sum64" if devices.sums_there(attached.device) else "crc32c",
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

@@ -31,6 +31,14 @@ def comes_late(at: torch.Tensor | torch.device) -> bool:
     return not may_look(at)
 
 
+def sums_there(device: torch.device) -> bool:
+    """Whether checksums of what lies on a device are taken there, see `lowdiff.core.sums`, and read late.
+
+    On a CPU a CRC-32C is faster, and says at once what was written.
+    """
+    return not may_look(device)
+
+
 def takes_whole_buckets(device: torch.device) -> bool:
     """Whether gradients are compressed bucket by bucket, in a fixed number of kernels.
 

@@ -139,6 +139,7 @@ class Code(Enum):
     PUBLISHER_RESTARTED = "LD615"
     LAST_VERSION_LATE = "LD616"
     REPLAYED_WITH_OTHER_TORCH = "LD617"
+    REPLAYED_ELSEWHERE = "LD618"
     # The replica of a run without a compressor.
     REPLICA_ERROR = "LD701"
     REPLICA_RESTARTED = "LD702"

@@ -58,8 +58,7 @@ class Watch:
     Large because what was seen last is compared at four places of a step.
 
     Args:
-        attached: Whose parameters. On an accelerator a look would stop the host: there nothing is
-            looked at, and `StepGuard` goes by version counters.
+        attached: Whose parameters. On an accelerator a look would stop the host: see `DeviceWatch`.
         averages: Name of each average -> layout index -> tensor.
         rank: This rank.
         world_size: Number of ranks.
@@ -78,7 +77,7 @@ class Watch:
     ) -> None:
         self._attached = attached
         self._rank = rank
-        self._can_look = attached.is_on_host and mode != ""
+        self._can_look = mode != ""
         self._is_live = mode == "live" and self._can_look
         self._shares = shares_of(attached.layout, world_size)
         self._own = self._shares[rank]
@@ -492,7 +491,7 @@ class ReplayGuard(StepGuard):
     def _look(self, index: int) -> _Held:
         objects = self._objects(index)
         held = [o for o in objects if isinstance(o, torch.Tensor) and id(o) not in self._known]
-        # Of an accelerator's parameters only version counters tell without stopping the host.
+        # Of an accelerator's parameters version counters tell at once; what `DeviceWatch` sees arrives late.
         own = [] if self._attached.is_on_host else self._own[index]
         tensors = [*(self._attached.local(i) for i in own), *map(local_of, held)]
         return _Held(objects, tensors, [tensor._version for tensor in tensors])

@@ -10,6 +10,7 @@ import torch
 
 from lowdiff.core import devices
 from lowdiff.core.nested import each_tensor
+from lowdiff.model.device_watch import Looks
 from lowdiff.model.item_tensors import Departed as DepartedTensors
 from lowdiff.model.items import ItemTracker
 from lowdiff.persistence.format.values import same
@@ -153,4 +154,32 @@ class LateGroups:
             sealed,
             differential=replace(differential, optimizers=optimizers, earlier=earlier),
             groups=[done.after for done in optimizers],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateLooks:
+    """Checksums, and whether something else than optimizers wrote to parameters.
+
+    Attributes:
+        looks: Of the step.
+    """
+
+    looks: Looks
+
+    def learn(self) -> None:
+        """See `Late`: nothing follows from it."""
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """See `Late`."""
+        seen, has_written = self.looks.arrived()
+        return replace(
+            sealed,
+            differential=replace(
+                sealed.differential,
+                digests=seen.digests,
+                state_digests=seen.states,
+                averages=seen.averages,
+            ),
+            changes=sealed.changes | ({Change.OUTSIDE} if has_written else set()),
         )

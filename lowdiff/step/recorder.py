@@ -15,18 +15,26 @@ from lowdiff.core import devices
 from lowdiff.core.nested import each_tensor
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import hyper_parameters
+from lowdiff.model.device_watch import DeviceWatch, Looks
 from lowdiff.model.tracked import Live
-from lowdiff.model.watch import ReplayGuard, StepGuard, Watch
+from lowdiff.model.watch import ReplayGuard, Seen, StepGuard, Watch
 from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
-from lowdiff.step.late import LateGroups, LateItems, LatePayload, LateResidual, late_tensors
+from lowdiff.step.late import (
+    LateGroups,
+    LateItems,
+    LateLooks,
+    LatePayload,
+    LateResidual,
+    late_tensors,
+)
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Late, Sealed, State, Step
 from lowdiff.step.verdict import Verdict
-from lowdiff.types import Differential, OptimizerStep, Payload
+from lowdiff.types import Differential, OptimizerStep, Payload, Written
 
 
 class Recorder:
@@ -79,7 +87,8 @@ class Recorder:
         #: Optimizers that do more than work element by element.
         self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
         self.guard = ReplayGuard(live.attached) if is_replayed else StepGuard(live.attached)
-        self.watch = Watch(
+        is_far = watches != "" and devices.sums_there(live.attached.device)
+        self.watch: Watch | DeviceWatch = (DeviceWatch if is_far else Watch)(
             live.attached,
             live.averages.named_tensors(),
             live.rank,
@@ -274,6 +283,9 @@ class Recorder:
         copy = live.residual.copy(step.number)
         if copy is not None:
             late.append(LateResidual(copy))
+        if isinstance(seen, Looks):
+            late.insert(0, LateLooks(seen))  # copied behind the payload, which is here with it
+            seen = Seen((), {}, averages, Written())
         differential = Differential(
             step=step.number,
             incarnation=live.incarnation,

@@ -31,6 +31,8 @@ from lowdiff.types import (
 _WRITTEN = "written/"
 #: Layout indices and checksums. Runs of before these were taken have no such key.
 _STATE_DIGESTS = "state_digests"
+#: Bytes of a checksum of a parameter or average. There is no such key where four suffice.
+_DIGEST_BYTES = "digest_bytes"
 #: Prefix of sections of a loop body's optimizer steps after the first.
 _LATER_STEP = "step/"
 
@@ -38,13 +40,19 @@ _LATER_STEP = "step/"
 def encode_scalars(differential: Differential) -> bytes:
     """Encode everything but the payload, as the meta part of a record."""
     residual = differential.residual
+    checksums = [*differential.digests]
+    for average in differential.averages.values():
+        checksums += average.digests
+    width = 8 if max(checksums, default=0) >> 32 else 4
     scalars: dict[str, Any] = {
-        "steps": [_step_part(step) for step in differential.steps],
+        "steps": [_step_part(step, width) for step in differential.steps],
         "held": _numbers(differential.held),
         "items": dict(differential.items),
         "residual": residual and [residual.slot, residual.generation],
-        "digests": _numbers(differential.digests),
+        "digests": _numbers(differential.digests, width),
     }
+    if width != 4:
+        scalars[_DIGEST_BYTES] = width
     if differential.state_digests:
         pairs = sorted(differential.state_digests.items())
         scalars[_STATE_DIGESTS] = [_numbers(numbers) for numbers in zip(*pairs, strict=True)]
@@ -114,7 +122,8 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     try:
         scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))
         sections = read_sections(record.sections, codec, coded=header.coded)
-        *earlier, last = _read_steps(scalars["steps"], sections)
+        width = scalars.get(_DIGEST_BYTES, 4)
+        *earlier, last = _read_steps(scalars["steps"], sections, width)
         return Differential(
             step=header.step,
             incarnation=header.incarnation,
@@ -126,7 +135,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             payload=last.payload,
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
-            digests=_tuple_of(scalars["digests"]),
+            digests=_tuple_of(scalars["digests"], width),
             state_digests=_pairs_of(scalars.get(_STATE_DIGESTS, (b"", b""))),
             averages=last.averages,
             written=last.written,
@@ -138,20 +147,22 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         ) from error
 
 
-def _step_part(step: EarlierStep | Differential) -> dict[str, Any]:
+def _step_part(step: EarlierStep | Differential, width: int) -> dict[str, Any]:
     return {
         "optimizers": [
             [o.stepped, o.consumed, o.committed, o.grad_scale, o.found_inf] for o in step.optimizers
         ],
         "absent": _numbers(step.absent),
         "averages": {
-            name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
+            name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests, width)]
             for name, a in step.averages.items()
         },
     }
 
 
-def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) -> list[EarlierStep]:
+def _read_steps(
+    parts: Sequence[dict[str, Any]], sections: Sequence[Section], width: int
+) -> list[EarlierStep]:
     """Return all optimizer steps of a loop body, including the last one.
 
     Raises:
@@ -165,7 +176,7 @@ def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) ->
             absent=_tuple_of(part["absent"]),
             payload=Payload(tuple(s for s in own if not s.name.startswith(_WRITTEN))),
             averages={
-                name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+                name: AverageStep(updated, function, decay, count, _tuple_of(digests, width))
                 for name, (updated, function, decay, count, digests) in part["averages"].items()
             },
             written=_written(own),
@@ -194,13 +205,13 @@ def _written(sections: Sequence[Section]) -> Written:
     return Written(before, after, averages)
 
 
-def _numbers(checksums: Sequence[int]) -> bytes:
-    """Encode checksums as little-endian uint32."""
-    return np.array(checksums, dtype="<u4").tobytes()
+def _numbers(numbers: Sequence[int], width: int = 4) -> bytes:
+    """Encode numbers, little-endian and unsigned, in so many bytes each."""
+    return np.array(numbers, dtype=f"<u{width}").tobytes()
 
 
-def _tuple_of(data: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(data, dtype="<u4").tolist())
+def _tuple_of(data: bytes, width: int = 4) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype={4: "<u4", 8: "<u8"}[width]).tolist())
 
 
 def _pairs_of(data: Sequence[bytes]) -> dict[int, int]:

@@ -27,6 +27,7 @@ from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
 from lowdiff.persistence.format.document import check_types, read_either, write_twice
 from lowdiff.types import (
+    DIGESTS,
     ITEM_BYTES,
     STRATEGIES,
     Decision,
@@ -223,8 +224,9 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
         for name in ("lost_tail", "origin"):
             if content[name] is None:
                 del content[name]
-        if not fence.draws:
-            del content["draws"]
+        for name, default in (("draws", ()), ("digests", "crc32c")):
+            if content[name] == default:
+                del content[name]  # so that earlier versions read it
         if fence.lost_tail is not None:
             content["lost_tail"] = fence.lost_tail.document()
         write_twice(path, content, exclusive=True)
@@ -251,15 +253,17 @@ def read_fence(
 
     Raises:
         DamagedFile: If the fence is damaged, and its copy does not serve.
-        RunMismatch: If a later version of lowdiff wrote it, of a strategy that this one does not know.
+        RunMismatch: If a later version of lowdiff wrote it, of a strategy or with checksums that this one does not
+            know.
     """
     document = read_either(path, damage, with_copy=with_copy)
-    strategy = document.get("strategy", "log")
-    if strategy not in STRATEGIES:
-        raise RunMismatch(
-            f"{path} names strategy {strategy!r:.40}, which this version of lowdiff does not know; the run was made "
-            f"with lowdiff {document.get('version')!s:.40}: recover it, or go on with it, with that version or a newer one"
-        )
+    for key, known in (("strategy", STRATEGIES), ("digests", DIGESTS)):
+        named = document.get(key, known[0])
+        if named not in known:
+            raise RunMismatch(
+                f"{path} names {key} {named!r:.40}, which this version of lowdiff does not know; the run was made "
+                f"with lowdiff {document.get('version')!s:.40}: recover it, or go on with it, with that version or a newer one"
+            )
     try:
         return _fence(document)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -317,6 +321,7 @@ def _fence(document: dict[str, Any]) -> Fence:
         of_compressor = {"dense": "replica", "averaged": "survivors"}
         document["strategy"] = of_compressor.get(document["compressor"]["name"], "log")
     document.setdefault("version", "")
+    document.setdefault("digests", "crc32c")
     check_types(Fence, document)
     fence = Fence(
         layout=layout,

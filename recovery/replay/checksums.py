@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowdiff.core.digest import state_digest
+import torch
+
+from lowdiff.core import devices
+from lowdiff.core.digest import KINDS, Kind, state_digest
 from lowdiff.errors import ReplayMismatch
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.types import Block, Differential
+from lowdiff.types import Block, Differential, Fence
 
 
 @dataclass(slots=True, eq=False)
 class Checksums:
-    """Checksums of what replay made; of a parameter of several blocks each adds its part, by exclusive or.
+    """Checksums of what replay made; of a parameter of several blocks each adds its part.
 
     Attributes:
+        kind: What they are.
         tensors: ``(step, average, layout index)`` -> checksum; no name for the parameter itself.
         states: ``(step, layout index)`` -> key -> checksum of an optimizer's entry; of those that were looked at.
     """
 
+    kind: Kind
     tensors: dict[tuple[int, str, int], int] = field(default_factory=dict)
     states: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
 
     def add_tensor(self, step: int, average: str, index: int, part: int) -> None:
         """Add a block's part of a parameter's checksum, or of what an average holds of it."""
         place = step, average, index
-        self.tensors[place] = self.tensors.get(place, 0) ^ part
+        self.tensors[place] = self.kind.merge(self.tensors.get(place, 0), part)
 
     def begin_state(self, step: int, index: int) -> None:
         """Note that the optimizer's state of a parameter was looked at, whatever it keeps."""
@@ -35,7 +40,7 @@ class Checksums:
     def add_state(self, step: int, index: int, key: str, part: int) -> None:
         """Add a block's part of the checksum of an entry of the optimizer's state."""
         entries = self.states[step, index]
-        entries[key] = entries.get(key, 0) ^ part
+        entries[key] = self.kind.merge(entries.get(key, 0), part)
 
     def add(self, others: Checksums) -> None:
         """Add what another worker found."""
@@ -53,12 +58,12 @@ class EntryLook:
 
     Attributes:
         block: The block.
-        entries: Key -> checksum, and bytes of an element of what is cut into blocks as the parameter is; 0
-            of what is kept once for a parameter.
+        entries: Key -> checksum, which may still be on a device, and bytes of an element of what is cut into blocks
+            as the parameter is; 0 of what is kept once for a parameter.
     """
 
     block: Block
-    entries: Mapping[str, tuple[int, int]]
+    entries: Mapping[str, tuple[int | torch.Tensor, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +77,13 @@ class Look:
     """
 
     step: int
-    tensors: Sequence[int]
+    tensors: Sequence[int] | torch.Tensor
     states: Sequence[EntryLook]
+
+
+def makes_same_bits(fence: Fence, device: torch.device) -> bool:
+    """Whether a device is of the kind that made an incarnation's steps; another kind rounds differently."""
+    return devices.may_look(device) == (fence.environment.device == "cpu")
 
 
 def check_digests(
@@ -125,7 +135,7 @@ def check_digests(
             continue
         name = parameters[i].name
         last = state.compared.get(name, state.base_step)
-        if value != state_digest(kept):
+        if value != state_digest(kept, KINDS[state.fence.digests]):
             raise ReplayMismatch(
                 f"after step {shard.step}, the optimizer's state of {name!r} of {whose}, last compared at step "
                 f"{last}, differs from {recorded_by}",

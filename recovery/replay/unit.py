@@ -13,9 +13,11 @@ import torch
 from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.core import devices
-from lowdiff.core.digest import Looker, Shift, entry_digests
+from lowdiff.core.digest import KINDS, Looker, Shift, entries_of
 from lowdiff.core.layout import flat, flat_like, shaped, torch_dtype
+from lowdiff.core.memory import byte_view
 from lowdiff.core.numerics import arithmetic_of
+from lowdiff.core.sums import MODULUS, Sums, unsigned
 from lowdiff.errors import LowDiffError, ReplayMismatch
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.replay.averages import BlockAverage
@@ -213,6 +215,13 @@ class UnitState:
     """One unit, its optimizer over views of the full tensors, and its place in the layout.
 
     Large because a step of replay looks up everything here, instead of finding it anew.
+
+    Args:
+        unit: Its blocks.
+        state: Has the tensors.
+        fence: Of the incarnation that is replayed.
+        chooser: Chooses how the optimizer steps.
+        sums: Takes checksums where the tensors are; None where that is the host.
     """
 
     def __init__(
@@ -221,8 +230,10 @@ class UnitState:
         state: RecoveredState,
         fence: Fence,
         chooser: StepChooser | None = None,
+        sums: Sums | None = None,
     ) -> None:
         self.unit = unit
+        self._sums = sums
         self._chooser = chooser or StepChooser()
         self._layout = fence.layout
         self._environment = fence.environment
@@ -251,7 +262,9 @@ class UnitState:
             named += [(name, block, tensor) for block, tensor in average.blocks]
         self._places = [(name, block) for name, block, _ in named]
         self._looked = [tensor for _, _, tensor in named]
-        self._looker = Looker(dict(enumerate(self._looked)))
+        self._kind = KINDS[fence.digests]
+        starts = [block.start for _, block in self._places]
+        self._looker = Looker(dict(enumerate(self._looked)), self._kind, dict(enumerate(starts)))
         self._shifts: dict[int, Shift] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups = sorted({self._group_of[spec.name] for _, spec, _ in self._pieces})
@@ -362,9 +375,11 @@ class UnitState:
         except AssertionError as error:  # how torch refuses some values; ours mean something else
             raise RuntimeError(f"the optimizer refuses: {error}") from error
 
-    def look(self) -> list[int]:
-        """Checksums of this unit's blocks as they are now, in the order of `add_checksums`."""
-        return [*self._looker.look(range(len(self._places))).values()]
+    def look(self) -> Sequence[int] | torch.Tensor:
+        """Checksums of this unit's blocks as they are now, in the order of `add_checksums`; on a device, there."""
+        if self._sums is None:
+            return [*self._looker.look().values()]
+        return self._sums(self._looked, [block.start for _, block in self._places])
 
     def look_at_states(self, wanted: Container[int]) -> list[EntryLook]:
         """Return checksums of what the optimizer keeps of this unit's blocks as it is now.
@@ -380,12 +395,18 @@ class UnitState:
             numel = block.stop - block.start
             cut = {key: v for key, v in entries.items() if is_aligned(key, v, numel)}
             # What is kept once for a parameter counts in its first block.
-            own = entry_digests(cut if block.start else entries, spec)
+            own = entries_of(cut if block.start else entries, spec)
             if own is None:
                 continue
             sizes = {key: value.element_size() for key, value in cut.items()}
-            found.append(EntryLook(block, {k: (v, sizes.get(k, 0)) for k, v in own.items()}))
+            looked = {k: (self._checksum(v, block.start), sizes.get(k, 0)) for k, v in own.items()}
+            found.append(EntryLook(block, looked))
         return found
+
+    def _checksum(self, tensor: torch.Tensor, start: int) -> int | torch.Tensor:
+        if self._sums is None or devices.may_look(tensor):  # some are kept on the host
+            return self._kind.of_bytes(byte_view(tensor), start * tensor.element_size())
+        return self._sums([tensor], [start])[0]
 
     def _entries(
         self, block: Block, spec: ParameterSpec, parameter: torch.nn.Parameter
@@ -408,9 +429,13 @@ class UnitState:
             looks: At several steps.
             found: Added to.
         """
+        of_tensors = [
+            unsigned(look.tensors) if isinstance(look.tensors, torch.Tensor) else look.tensors
+            for look in looks
+        ]
         for place, (average, block) in enumerate(self._places):
             size = self._looked[place].element_size()
-            own = self._shifted([look.tensors[place] for look in looks], block, size)
+            own = self._shifted([numbers[place] for numbers in of_tensors], block, size)
             for look, value in zip(looks, own, strict=True):
                 found.add_tensor(look.step, average, block.parameter, value)
         alike: dict[tuple[Block, str, int], list[tuple[int, int]]] = {}
@@ -418,14 +443,17 @@ class UnitState:
             for of_block in look.states:
                 found.begin_state(look.step, of_block.block.parameter)
                 for key, (checksum, size) in of_block.entries.items():
-                    alike.setdefault((of_block.block, key, size), []).append((look.step, checksum))
+                    number = int(checksum) % MODULUS
+                    alike.setdefault((of_block.block, key, size), []).append((look.step, number))
         for (block, key, size), seen in alike.items():
             parts = self._shifted([checksum for _, checksum in seen], block, size)
             for (step, _), value in zip(seen, parts, strict=True):
                 found.add_state(step, block.parameter, key, value)
 
     def _shifted(self, parts: Sequence[int], block: Block, element_bytes: int) -> Sequence[int]:
-        """Move a block's checksums past what follows the block in its parameter."""
+        """Move a block's checksums past what follows the block in its parameter, unless they go by its place."""
+        if self._kind.is_placed:
+            return parts
         behind = self._layout.parameters[block.parameter].numel - block.stop
         rest = behind * element_bytes
         if not rest:

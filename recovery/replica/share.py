@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowdiff.compressors import Dense
-from lowdiff.core.digest import Looker, join
+from lowdiff.core.digest import KINDS, Looker, join
 from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
@@ -19,7 +19,7 @@ from lowdiff.persistence.format.values import decode, encode
 from lowdiff.recovery.images import aligned_tensors
 from lowdiff.recovery.load import empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
-from lowdiff.recovery.replay.checksums import Checksums, Look, check_digests
+from lowdiff.recovery.replay.checksums import Checksums, Look, check_digests, makes_same_bits
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
@@ -109,10 +109,11 @@ class Shard:
         differential = step.shards[0]
         number = differential.step
         assert number == self.step + 1
-        checksums = Checksums()
+        checksums = Checksums(KINDS[self._fence.digests])
         is_resumed = bool((self.file.unit_steps >= number).any())
         # A unit that was ahead would give the numbers of those that were behind, so nothing is told of states.
         summed = frozenset[int]() if is_resumed else step.summed_states
+        is_compared = step.is_digested and makes_same_bits(self._fence, torch.device("cpu"))
         units = self._units or self._built()
         with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
@@ -120,21 +121,23 @@ class Shard:
                 is_due = self.file.unit_steps[index] < number
                 if is_due:
                     self._step_unit(index, unit, step)
-                looked = unit.look() if step.is_digested or (is_due and self._journaled) else []
+                looked = unit.look() if is_compared or (is_due and self._journaled) else []
+                assert not isinstance(looked, torch.Tensor)  # which sums on a device would be
                 if is_due:
                     self._finish_unit(index, unit.unit, number, looked)
-                if step.is_digested:
+                if is_compared:
                     states = unit.look_at_states(summed)
                     unit.add_checksums([Look(number, looked, states)], checksums)
-        check_digests(
-            differential,
-            self._shares[differential.rank],
-            self._shares[differential.rank],
-            checksums,
-            self.state,
-            whose="the replica's parameters",
-            recorded_by="those of the trainer",
-        )
+        if is_compared:
+            check_digests(
+                differential,
+                self._shares[differential.rank],
+                self._shares[differential.rank],
+                checksums,
+                self.state,
+                whose="the replica's parameters",
+                recorded_by="those of the trainer",
+            )
         # After a resume, units that were ahead begin with their own numbers.
         self._units = [] if is_resumed else units
         values = self._values_after(differential)
@@ -204,7 +207,7 @@ class Shard:
             unit = self.file.units[index]
             names = [self._fence.layout.parameters[b.parameter].name for b in unit.blocks]
             values = decode(self.file.unit_values(index))
-            if values["checksum"] != join(look(self.state, unit)):
+            if values["checksum"] != join(look(self.state, unit), KINDS[self._fence.digests]):
                 what = f"parameters of unit {index} ({names[0]!r} ...) fail their checksum"
                 raise DamagedFile(self.file.path, what)
             state = self.state.optimizers[unit.optimizer].state
@@ -271,8 +274,18 @@ def look(state: RecoveredState, unit: Unit) -> list[int]:
     """Checksums of a unit's blocks of parameters and averages, in the order of `UnitState.look`."""
     named = [(state.fence.layout.parameters[b.parameter].name, b) for b in unit.blocks]
     homes = [state.parameters, *(state.averages[name] for name in state.fence.averages)]
-    pieces = (home[name][b.start : b.stop] for home in homes for name, b in named if name in home)
-    return [*Looker(dict(enumerate(pieces))).look().values()]
+    pieces = [
+        (home[name][b.start : b.stop], b.start)
+        for home in homes
+        for name, b in named
+        if name in home
+    ]
+    looker = Looker(
+        dict(enumerate(piece for piece, _ in pieces)),
+        KINDS[state.fence.digests],
+        dict(enumerate(start for _, start in pieces)),
+    )
+    return [*looker.look().values()]
 
 
 def unit_values(state: RecoveredState, unit: Unit, looked: Sequence[int]) -> bytes:
@@ -288,7 +301,7 @@ def unit_values(state: RecoveredState, unit: Unit, looked: Sequence[int]) -> byt
         spec = state.fence.layout.parameters[block.parameter]
         entries = state.optimizers[unit.optimizer].state.get(spec.name, {})
         numbers.append({k: v for k, v in entries.items() if not is_aligned(k, v, spec.numel)})
-    return encode({"numbers": numbers, "checksum": join(looked)})
+    return encode({"numbers": numbers, "checksum": join(looked, KINDS[state.fence.digests])})
 
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:

@@ -119,7 +119,7 @@ def _lived(
 
 @contextmanager
 def as_from_an_accelerator(seed: int) -> Iterator[None]:
-    """Payloads, items and hyper-parameters arrive late, and staging has copies of the residual, of each step.
+    """Payloads, looks, items and hyper-parameters arrive late, and staging has copies of the residual, of each step.
 
     A copy more than usual, where three are of 48 steps: ranks may be a step apart, and stage two steps late.
     """
@@ -130,6 +130,7 @@ def as_from_an_accelerator(seed: int) -> Iterator[None]:
     with (
         lowdiff.testing.late_copies(seed=seed),
         mock.patch("lowdiff.core.devices.comes_late", return_value=True),
+        lowdiff.testing.late_looks(),
         mock.patch("lowdiff.attach.begin.StagedResidual", copied),
         mock.patch("lowdiff.step.residual.COPIED_EVERY", 1),
         mock.patch("lowdiff.step.residual.NUM_SLOTS", 4),

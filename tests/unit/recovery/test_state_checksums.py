@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
-from lowdiff.core.digest import entry_digests, state_digest
+from lowdiff.core.digest import KINDS, Kind, entry_digests, state_digest
 from lowdiff.core.layout import spec_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.model.watch import in_turns
@@ -34,6 +36,13 @@ WRITTEN, LAST = 2 * TURNS, 2 * TURNS + 2
 #: The last step before it at which the state was summed.
 COMPARED = TURNS
 NEVER = {"snapshot_every": 1000}
+
+
+@pytest.fixture(autouse=True, params=["crc32c", "sum64"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """Checksums of a CPU's training, and those of an accelerator's."""
+    with testing.late_looks() if request.param == "sum64" else nullcontext():
+        yield KINDS[request.param]
 
 
 class Own(torch.Tensor):
@@ -122,16 +131,16 @@ def test_the_first_step_behind_a_snapshot_has_all_of_them(tmp_path: Path) -> Non
     assert whole == [1, 4, 7]
 
 
-def test_the_checksum_is_of_what_the_optimizer_kept_at_the_step(tmp_path: Path) -> None:
+def test_the_checksum_is_of_what_the_optimizer_kept_at_the_step(tmp_path: Path, kind: Kind) -> None:
     loop = one_weight(tmp_path)
     loop.attach()
     for number in loop.checkpointer.steps(TURNS):
         loop.step(number)
     weight = loop.model.get_parameter("weight")
-    kept = entry_digests(loop.optimizer.state[weight], spec_of("weight", weight))
+    kept = entry_digests(loop.optimizer.state[weight], spec_of("weight", weight), kind)
     assert kept is not None
     loop.die()
-    assert records(tmp_path)[-1].state_digests == {0: state_digest(kept)}
+    assert records(tmp_path)[-1].state_digests == {0: state_digest(kept, kind)}
 
 
 def test_a_run_without_such_checksums_is_replayed_as_ever(
@@ -139,6 +148,7 @@ def test_a_run_without_such_checksums_is_replayed_as_ever(
 ) -> None:
     """What lowdiff wrote before it took them: the same format without a key."""
     monkeypatch.setattr("lowdiff.model.watch.Watch.look_at_states", lambda *_: {})
+    monkeypatch.setattr("lowdiff.model.device_watch.DeviceWatch._entries", lambda *_: [])
     loop = Loop(tmp_path, make=momentum, settings=NEVER)
     loop.attach()
     for number in loop.checkpointer.steps(LAST):

@@ -1,6 +1,6 @@
 """Training on an accelerator, whose parameters nobody reads but a snapshot.
 
-Without one the CPU stands for it: there, too, only version counters tell of writes then.
+Without one the CPU stands for it: there, too, sums and version counters tell of writes then.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors.feedback import Scaled
+from lowdiff.core import devices
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.protect.replica.queue import ReplicaQueue
@@ -43,6 +44,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield "cuda"
         return
     monkeypatch.setattr(Attached, "is_on_host", property(lambda _: False))
+    monkeypatch.setattr(devices, "sums_there", lambda _: True)
     yield "cpu"
 
 

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowdiff.compressors.flat import kernels, matrix_kernels, reading
+from lowdiff.core.sums import kernels as sums
 
 #: Dtypes of gradients and residuals.
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"))
@@ -31,6 +32,7 @@ _CONSTANTS = {
     "COLUMNS": 64,
     "SPLIT": 1024,
     "ELEMENTS": 1024,
+    "ROW": 4096,
 }
 _INTEGERS = (
     "state",
@@ -43,7 +45,7 @@ _INTEGERS = (
     "strange",
     "differs",
 )
-_LONG = ("table", "tiles", "addresses")
+_LONG = ("table", "tiles", "addresses", "sums", "columns")
 #: Of PowerSGD's factors and their like.
 _WIDE = ("last", "drawn", "start", "left", "right", "factors", "parts", "scale", "size", "by")
 _KINDS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
@@ -78,15 +80,18 @@ def assembly() -> dict[str, str]:
             **dict.fromkeys(_NUMBERS, "i32"),
         }
         types["patterns"] = "*i32" if gradient == "fp32" else "*i16"
-        of_modules = [vars(module) for module in (kernels, matrix_kernels, reading)]
+        of_modules = [vars(module) for module in (kernels, matrix_kernels, reading, sums)]
         for name, kernel in {
             name: kernel for own in of_modules for name, kernel in own.items()
         }.items():
             if not isinstance(kernel, triton.JITFunction) or name.startswith("_"):
                 continue
             chosen = dict(_CONSTANTS)
-            is_of_reading = name in of_modules[2]
-            chosen["KIND"] = (_PATTERNS if is_of_reading else _KINDS)[gradient]
+            goes_by_patterns = name in of_modules[2] or name in of_modules[3]
+            chosen["KIND"] = (_PATTERNS if goes_by_patterns else _KINDS)[gradient]
+            chosen["SIZE"] = 4 if gradient == "fp32" else 2
+            if name in of_modules[3]:
+                chosen |= {"ROWS": 8, "CHUNK": 512}
             chosen["PATTERN"] = _PATTERNS[gradient]
             names: list[str] = kernel.arg_names
             own = types | ({"target": "*fp32"} if name == "keep" else {})

@@ -27,7 +27,7 @@ def test_they_compile_without_contraction_and_with_denormals(tmp_path: object) -
         check=True,
     )
     assembly: dict[str, str] = json.loads(done.stdout)
-    assert len(assembly) == 3 * (8 + 10 + 4)
+    assert len(assembly) == 3 * (8 + 10 + 4 + 1)
     for name, text in assembly.items():
         kernel = name.partition(" ")[0]
         # A fused product and sum rounds once, where PyTorch's operations in turn round twice; in a gradient of

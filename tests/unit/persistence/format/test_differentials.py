@@ -197,7 +197,7 @@ VALUES = st.dictionaries(st.integers(0, 300), PATTERNS, max_size=3)
     before=VALUES,
     after=VALUES,
     averages=st.dictionaries(st.text(min_size=1, max_size=8), VALUES.filter(bool), max_size=2),
-    digests=st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
+    digests=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 9), max_size=5).map(tuple),
 )
 def test_what_else_was_written_comes_back_from_staging_and_from_a_segment(
     tmp_path_factory: pytest.TempPathFactory,

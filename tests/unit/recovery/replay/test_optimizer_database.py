@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.core.digest import entry_digests
+from lowdiff.core.digest import CRC32C, entry_digests
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
@@ -123,7 +123,7 @@ def assert_units_replay(
         UnitState(unit, state, fence, chooser)
         for unit in plan_units(state, fence, ReplayOptions(block_elements=64))
     ]
-    found, everything = Checksums(), range(len(parameters))
+    found, everything = Checksums(CRC32C), range(len(parameters))
     with torch.no_grad():
         for unit in units:
             scratch = Scratch(unit.unit.scratch_elements)
