@@ -58,6 +58,7 @@ class Reach:
         """Note a snapshot of a step: what waited for one, up to it, does not any more."""
         with self._lock:
             self._gaps = frozenset(gap for gap in self._gaps if gap > step)
+            self._has_news &= step < self.step
 
     def take_news(self) -> bool:
         """Whether a step was staged, since the last call, that waits for a snapshot."""

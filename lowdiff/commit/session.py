@@ -277,7 +277,7 @@ class Session:
             Whether a step has turned out since the last commit to be recovered only by a snapshot.
         """
         self._sealed, self.step = sealed, sealed.differential.step
-        has_gap = self._staging.reach.take_news()
+        has_gap = self._staging.reach.take_news() or sealed.rebases
         self.recorder.step.stage()
         self.agreement.settle(heard)
         self.recorder.begin(self.step + 1)

@@ -119,6 +119,10 @@ class Loop:
         self.checkpointer.close()
         return resumed
 
+    def settle(self) -> None:
+        """Have every step staged that has ended, as it is soon where nothing comes from an accelerator."""
+        testing.wait_until(self.checkpointer, lambda stats: not stats["pending_steps"])
+
     def die(self) -> None:
         """End as SIGKILL would."""
         testing.kill(self.checkpointer)

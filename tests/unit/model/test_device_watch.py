@@ -69,7 +69,7 @@ def test_a_step_is_compared_with_one_that_has_not_arrived() -> None:
             if step == 3:
                 made.parameters[1].data[0] += 1
             found.append(made.looks(step))
-            assert not found[-1].fetch.travels
+            assert found[-1].fetch.travels
     made.step(0)  # what they hold is theirs
     assert [looks.arrived()[1] for looks in found] == [False, False, True, False, False]
 

@@ -135,6 +135,7 @@ def test_a_kill_costs_no_committed_step(tmp_path: Path, device: str) -> None:
     for number in range(5):
         loop.step(number)
         loop.checkpointer.commit()
+    loop.settle()
     loop.die()
     assert recovered(tmp_path).step == 5
 
