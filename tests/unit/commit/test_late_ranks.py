@@ -1,12 +1,13 @@
-"""Several ranks whose steps arrive late, each at its own time: what a rank says is committed comes back, in bits.
+"""What several ranks take for committed comes back in bits, though a step turns out not to replay.
 
-Gradients are changed behind their exchange from a step on, which ranks find when the step has arrived: by chance at
-different commits. Only a snapshot of all ranks makes such a step recoverable.
+Only a snapshot of all ranks makes such a step recoverable. Either gradients are changed behind their exchange, which
+ranks whose steps arrive late find at different commits; or one rank alone loads optimizer state.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,21 @@ from tests.crash.lives import as_from_an_accelerator
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 
-#: From this step on gradients are changed.
+#: From this step on gradients are changed, or state is loaded.
 CHANGED_FROM = 3
 #: What one rank has copied meanwhile, and the other has not.
 STEP_SECONDS = 0.01
 
 
 def lived(
-    rank: int, world_size: int, folder: str, compressor: Compressor, until: int, seed: int
+    rank: int,
+    world_size: int,
+    folder: str,
+    compressor: Compressor,
+    until: int,
+    seed: int,
+    changes: str,
+    is_late: bool,
 ) -> tuple[int, int, list[torch.Tensor]]:
     """Train until a step is committed, and die in the one after it, behind its optimizer's step.
 
@@ -38,25 +46,30 @@ def lived(
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 4))
     model = wrapped(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     checkpointer = lowdiff.Checkpointer(
         f"{folder}/run", staging=f"{folder}/staging", snapshot_every=100, compressor=compressor
     )
-    slow = rank == seed % 2
-    late = testing.late_copies(
-        least_seconds=0.02 * slow, most_seconds=0.002 + 0.06 * slow, seed=seed
-    )
-    with testing.whole_buckets(), as_from_an_accelerator(rank), late:
+    with ExitStack() as late:
+        late.enter_context(testing.whole_buckets())
+        if is_late:
+            slow = rank == seed % 2
+            late.enter_context(as_from_an_accelerator(rank))
+            copies = testing.late_copies(
+                least_seconds=0.02 * slow, most_seconds=0.002 + 0.06 * slow, seed=seed
+            )
+            late.enter_context(copies)
         began = checkpointer.attach(model, optimizer)
         for number in range(began, until + 1):
-            if number == until:
-                weights = [p.detach().clone() for p in net.parameters()]
+            weights = [p.detach().clone() for p in net.parameters()]
             optimizer.zero_grad()
             model(batch(number, rank, 6, 12)).square().mean().backward()
-            if number >= CHANGED_FROM:
+            if changes == "gradients" and number >= CHANGED_FROM:
                 for parameter in net.parameters():
                     assert parameter.grad is not None
                     parameter.grad.add_(0.01)
+            if changes == "state of rank 0" and number % 4 == CHANGED_FROM and rank == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
             time.sleep(STEP_SECONDS)
             if number < until:
@@ -68,19 +81,26 @@ def lived(
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), PowerSGD(2)], ids=["top-k", "PowerSGD"])
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+    ("changes", "is_late"),
+    [("gradients", True), ("state of rank 0", True), ("state of rank 0", False)],
+)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
 def test_what_ranks_take_for_committed_comes_back(
-    pool: Pool, tmp_path: Path, compressor: Compressor, seed: int
+    pool: Pool, tmp_path: Path, compressor: Compressor, seed: int, changes: str, is_late: bool
 ) -> None:
-    whole = pool.run(lived, 2, str(tmp_path / "whole"), compressor, 16, seed)
+    (*_, first), (*_, second) = pool.run(
+        lived, 2, str(tmp_path / "whole"), compressor, 16, seed, changes, False
+    )
     newest = 0
     for until in (4, 6, 8, 9, 11, 13, 14, 16):
-        lives = pool.run(lived, 2, str(tmp_path / "killed"), compressor, until, seed + until)
+        folder = str(tmp_path / "killed")
+        lives = pool.run(lived, 2, folder, compressor, until, seed + until, changes, is_late)
         begun = lives[0][0]
         assert {began for began, *_ in lives} == {begun}
         assert newest <= begun <= until
         newest = max(committed for _, committed, _ in lives)
         assert newest <= until
-    for (*_, ours), (*_, theirs) in zip(lives, whole, strict=True):
+    for (*_, ours), theirs in zip(lives, (first, second), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
