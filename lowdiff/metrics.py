@@ -56,6 +56,7 @@ _COUNTERS = {
 }
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
+    "pending_steps": "Steps that have ended and are on their way from an accelerator.",
     "durable_step": "Newest step of this rank that is fsynced.",
     "snapshot_step": "Newest full snapshot staged.",
     "durable_snapshot": "Newest full snapshot of this rank that is fsynced.",
