@@ -102,11 +102,20 @@ _await, _put = Pending.finish, Pending.put
 class _CountedCopy(devices.Copy):
     """What was begun in an earlier step is here: a forward and a backward pass came in between."""
 
-    def __init__(self, counted: CountedDevice, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._counted = None if devices.may_look(source) else counted
+    def __init__(
+        self,
+        counted: CountedDevice,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        self._counted = None if devices.may_look(sources[0]) else counted
         self._step, self._number = counted.step, counted.copies_begun
         counted.copies_begun += 1
-        target.copy_(source, non_blocking=True)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def hold(self) -> None:
+        """See ``Copy``: the host does not wait."""
 
     @property
     def travels(self) -> bool:

@@ -28,7 +28,8 @@ def may_look(at: torch.Tensor | torch.device) -> bool:
 
 def comes_late(at: torch.Tensor | torch.device) -> bool:
     """Whether what a step reads there is copied to the host behind the step, which does not wait for it."""
-    return not may_look(at)
+    device = at.device if isinstance(at, torch.Tensor) else at
+    return not may_look(device) and device.type != "meta"
 
 
 def sums_there(device: torch.device) -> bool:

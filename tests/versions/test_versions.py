@@ -47,7 +47,7 @@ def test_a_refusal_has_to_name_the_versions(folder: Path, monkeypatch: pytest.Mo
     write_fence(run, replace(fence, environment=replace(fence.environment, torch_version="2.6.0")))
     assert set(written.read(folder)["outcome"]["plain_module"].values()) == {"exact"}
     # As if this PyTorch rounded otherwise.
-    monkeypatch.setattr("lowdiff.recovery.replay.checksums.state_digest", lambda _: 1)
+    monkeypatch.setattr("lowdiff.recovery.replay.checksums.state_digest", lambda *_: 1)
     outcome = written.read(folder)["outcome"]["plain_module"]
     assert outcome == {"4": "refused", "9": "refused", "10": "exact"}
 
