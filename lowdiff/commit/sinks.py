@@ -74,11 +74,11 @@ class Sink:
     Large because it is all that can be handed on.
 
     Attributes:
-        reads_live_state: Whether a snapshot is handed on while the live state is that of its step, which stops
-            training; else later, by another thread.
+        takes_images_at_once: Whether a snapshot is handed on while the live state is that of its step, which stops
+            training. Else one that leaves an accelerator is handed on later, by another thread.
     """
 
-    reads_live_state: ClassVar[bool] = False
+    takes_images_at_once: ClassVar[bool] = False
 
     def is_gone(self, look: Look) -> bool:
         """Whether somebody removed or damaged what it keeps in staging memory."""

@@ -188,7 +188,6 @@ class Staging:
 
     def stage_base(self, base: Sealed) -> None:
         """Stage what an incarnation starts from, should it die in its first step."""
-        self._sealed = base
         self.reach.staged(base.differential.step, rebases=False)
         handed = Handed(base, self._queue.attend())
         for sink in self._sinks:
@@ -214,7 +213,8 @@ class Staging:
                 self._late.popleft().learn()
             return look
         # What others keep beside the step, live state or gradients staged ahead, is of no step before.
-        look = self._stage(sealed.arrived(), look)
+        with self._lock:
+            look = self._stage(sealed.arrived(), look)
         sealed.learn()
         return look
 
@@ -232,7 +232,6 @@ class Staging:
                     handed = sink.stage(handed)
             finally:
                 self._trainer.counters.staged_bytes += handed.staged_bytes
-        self._sealed = sealed
         self.reach.staged(sealed.differential.step, rebases=sealed.rebases)
         return handed.look
 
@@ -264,7 +263,7 @@ class Staging:
             StorageError: If it is required and there is no memory for it.
         """
         step, images = sealed.differential.step, self._queue.images
-        is_prompt = required or waits
+        is_prompt = required or waits or any(sink.takes_images_at_once for sink in self._sinks)
         try:
             self._leaving.finish()
             # Which frozen parameters an image leaves out is known of steps that are here.
@@ -295,11 +294,7 @@ class Staging:
             else:  # buffers may have moved on since
                 share = share_of_items(self._live, sealed, self._live.rank, items)
             images.begin(step)
-            if (
-                share.leaving.travels
-                and not is_prompt
-                and not any(sink.reads_live_state for sink in self._sinks)
-            ):
+            if share.leaving.travels and not is_prompt:
                 self._leaving.put(partial(self._written, share, step), partial(self._show, sealed))
                 return
             try:

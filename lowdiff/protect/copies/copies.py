@@ -60,7 +60,7 @@ class Copies(Sink):
         wards: What this rank keeps.
     """
 
-    reads_live_state = True
+    takes_images_at_once = True
 
     def __init__(
         self,

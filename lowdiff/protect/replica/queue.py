@@ -84,6 +84,7 @@ class ReplicaQueue(Queue):
     """
 
     images: ReplicaImages
+    takes_images_at_once = True
 
     def __init__(
         self,
