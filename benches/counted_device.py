@@ -178,8 +178,8 @@ class CountedDevice(TorchDispatchMode):
         #: Notified when copies may be here.
         self.arrival = threading.Condition()
         self._thread = threading.get_ident()
-        #: The step of each piece of work that was left to another thread.
-        self._put: list[int] = []
+        #: Of each piece of work that was left to another thread: to which, and the step.
+        self._put: list[tuple[int, int]] = []
         self._part = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: set[int] = set()
@@ -241,7 +241,7 @@ class CountedDevice(TorchDispatchMode):
 
     def _await(self, pending: Pending, most: int = 0, timeout_seconds: float | None = None) -> bool:
         """Count that the host waits for work of this very step, before it does."""
-        if self.is_counted_here and self._put.count(self.step) > most:
+        if self.is_counted_here and self._put.count((id(pending), self.step)) > most:
             self.wait()
             with self.arrival:
                 self.copies_done = self.copies_begun
@@ -249,7 +249,7 @@ class CountedDevice(TorchDispatchMode):
         return _await(pending, most, timeout_seconds)
 
     def _note_put(self, pending: Pending, *work: Any) -> None:
-        self._put.append(self.step)
+        self._put.append((id(pending), self.step))
         _put(pending, *work)
 
     @property
