@@ -239,14 +239,20 @@ class CountedDevice(TorchDispatchMode):
         """Whether this is the thread that trains."""
         return threading.get_ident() == self._thread
 
-    def _await(self, pending: Pending, most: int = 0, timeout_seconds: float | None = None) -> bool:
+    def _await(
+        self,
+        pending: Pending,
+        is_enough: Callable[[], bool] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> bool:
         """Count that the host waits for work of this very step, before it does."""
-        if self.is_counted_here and self._put.count((id(pending), self.step)) > most:
+        is_new = (id(pending), self.step) in self._put
+        if self.is_counted_here and is_new and is_enough is None:
             self.wait()
             with self.arrival:
                 self.copies_done = self.copies_begun
                 self.arrival.notify_all()
-        return _await(pending, most, timeout_seconds)
+        return _await(pending, is_enough, timeout_seconds)
 
     def _note_put(self, pending: Pending, *work: Any) -> None:
         self._put.append((id(pending), self.step))

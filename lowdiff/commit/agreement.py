@@ -10,7 +10,7 @@ the ranks' news carry checksums, which are compared before anybody steps again.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
@@ -28,6 +28,7 @@ from lowdiff.model.ranks import Ranks
 
 #: How long a rank that ends waits for the others' last news.
 _CLOSE_SECONDS = 2.0
+_SNAPSHOTS_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,10 @@ class RankNews:
         can_snapshot: Whether one would not stop its training.
         has_rebased: Whether it found, since the step before, a step that only a snapshot makes recoverable, which it
             takes of this one.
-        sure: The newest step that recovery reaches from what it has staged.
+        staged: The newest step that it has staged.
+        sure: The newest one that recovery reaches without a snapshot that may not be there on all ranks.
+        gap: The newest one that waits for such a snapshot; -1 where none does.
+        snapshot: The newest of which it has staged its share of a snapshot.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
         stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
@@ -67,7 +71,10 @@ class RankNews:
     owes_snapshot: bool = False
     can_snapshot: bool = False
     has_rebased: bool = False
+    staged: int = -1
     sure: int = -1
+    gap: int = -1
+    snapshot: int = -1
     interval: int = 0
     batch: int = 0
     stepped: int = 0
@@ -291,6 +298,8 @@ class Agreement:
         self._lock = lock
         self.was_told_to_stop = self._all_stop = self._has_lost_run = False
         self._acted_step = -1
+        #: Of each rank: the steps of its last snapshots. They may be a few apart where one was put off.
+        self._snapshots = [deque[int](maxlen=_SNAPSHOTS_KEPT) for _ in range(ranks.world_size)]
 
     @property
     def is_preempted(self) -> bool:
@@ -360,6 +369,13 @@ class Agreement:
         """Whether to act on the news of ``step``: once, also where the commit that hears them is repeated."""
         is_new, self._acted_step = step > self._acted_step, max(step, self._acted_step)
         return is_new
+
+    def joint_snapshot(self, heard: Sequence[RankNews]) -> int:
+        """Return the newest step of which every rank has said, by now, that its share of a snapshot is staged; else -1."""
+        for news, told in zip(heard, self._snapshots, strict=True):
+            if news.snapshot not in told:
+                told.append(news.snapshot)
+        return max(set.intersection(*map(set, self._snapshots)), default=-1)
 
     def settle(self, heard: Sequence[RankNews]) -> None:
         """Be done with the news of a step: all ranks commit on the same, so all know who is to stop."""

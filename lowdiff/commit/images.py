@@ -13,7 +13,6 @@ from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.layout import share_owners
 from lowdiff.core.nested import each_tensor
-from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
@@ -84,7 +83,7 @@ class Images:
 
     def begin_anew(self, durable_snapshot: int) -> None:
         """Owe a snapshot, because staging was removed, and with it one that is not durable."""
-        self.step = min(self.step, durable_snapshot)
+        self.step = self.staged_step = min(self.step, durable_snapshot)
         self.is_owed = True
 
     def release(self) -> None:
@@ -100,8 +99,8 @@ class Images:
         """Whether one that found no memory may be tried again after ``step``."""
         return step >= self._retry_step
 
-    def owe_for(self, error: StorageError, step: int) -> None:
-        """Owe the snapshot of a step, for which there is no memory now."""
+    def owe_for(self, error: Exception, step: int) -> None:
+        """Owe the snapshot of a step, which cannot be written now: there is no memory, or a device failed."""
         # Each try costs the ranks that have the memory a snapshot.
         self._retry_step = step + self._retry_after
         self._retry_after = min(2 * self._retry_after, self._trainer.settings.snapshot_every)

@@ -10,6 +10,7 @@ from typing import Any
 
 #: Steps that may be on their way.
 MOST_LATE = 2
+_END_SECONDS = 1.0
 
 
 class Reach:
@@ -36,28 +37,26 @@ class Reach:
         return min((self.step, *(gap - 1 for gap in self._gaps)))
 
     @property
-    def has_gap(self) -> bool:
-        """Whether staged steps wait for a snapshot that makes them recoverable."""
-        return bool(self._gaps)
+    def last_gap(self) -> int:
+        """The newest staged step that waits for a snapshot which makes it recoverable; -1 where none does."""
+        return max(self._gaps, default=-1)
 
     def staged(self, step: int, *, rebases: bool) -> None:
         """Note a step, and whether only a snapshot of it, or of a later one, makes it recoverable."""
         with self._lock:
-            self.step = step
             self._has_news |= rebases
-            if rebases:
-                self.open_gap(step)
-
-    def open_gap(self, step: int) -> None:
-        """Note that steps from this one on wait for a snapshot: a rank lacks what others need of it."""
-        with self._lock:
-            if self._needs_all:
+            if rebases and self._needs_all:
                 self._gaps |= {step}
+            self.step = step  # last: any thread may look
 
-    def snapshot_staged(self, step: int) -> None:
-        """Note a snapshot of a step: what waited for one, up to it, does not any more."""
+    def close(self, step: int) -> None:
+        """Note that all ranks have staged a snapshot of a step: what waited for one, up to it, does not any more."""
         with self._lock:
             self._gaps = frozenset(gap for gap in self._gaps if gap > step)
+
+    def forget_news(self, step: int) -> None:
+        """Note that this rank takes the snapshot of a step for which news up to it ask."""
+        with self._lock:
             self._has_news &= step < self.step
 
     def take_news(self) -> bool:
@@ -101,9 +100,9 @@ class Pending:
         self._thread: threading.Thread | None = None
         self._is_over = False
 
-    def __len__(self) -> int:
-        """How much is left; for any thread."""
-        return len(self._jobs)
+    def __bool__(self) -> bool:
+        """Whether anything is left to do; for any thread."""
+        return bool(self._jobs)
 
     def put(self, arrive: Callable[[], Any], take: Callable[[Any], None]) -> None:
         """Do something once what it takes is here.
@@ -119,37 +118,37 @@ class Pending:
                 self._thread.start()
             self._turn.notify_all()
 
-    def finish(self, most: int = 0, timeout_seconds: float | None = None) -> bool:
-        """Wait until no more is left than this; what failed before is raised, and tried again.
+    def finish(
+        self,
+        is_enough: Callable[[], bool] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> bool:
+        """Wait until nothing is left to do; what failed before is raised, and tried again.
 
         Args:
-            most: Pieces of work.
+            is_enough: Whether enough is done; None: all of it.
             timeout_seconds: How long at most; None: a device that hangs is waited for as a training waits for it.
 
         Returns:
-            Whether no more is left.
+            Whether enough is done.
         """
+        is_enough = is_enough or (lambda: not self._jobs)
         with self._turn:
-            self._turn.wait_for(
-                lambda: len(self._jobs) <= most or self._error is not None, timeout_seconds
-            )
+            self._turn.wait_for(lambda: self._error is not None or is_enough(), timeout_seconds)
             error, self._error = self._error, None
             if error is not None:
                 self._turn.notify_all()
                 raise error
-            return len(self._jobs) <= most
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait, in work, for what other work under the same lock brings about, or for the end."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._is_over or condition())
+            return is_enough()
 
     def drop(self) -> None:
-        """Do nothing more, as after the end of the process; what is under way is waited for no longer than its device takes."""
+        """Do nothing more, as after the end of the process; a device that takes long is not waited for."""
         with self._turn:
             self._is_over = True
             self._jobs.clear()
             self._turn.notify_all()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -166,6 +165,7 @@ class Pending:
                 with self._turn:
                     self._error = error
                     self._turn.notify_all()
+            del job  # with all that it took
 
     def _next(self) -> _Job | None:
         """Wait for work, or for the end, where there is none."""

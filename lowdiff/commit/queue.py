@@ -63,11 +63,12 @@ class Queue(Sink, ABC):
         return Look(writer, is_gone=writer.lost_image >= 0 or self._lacks_files())
 
     def attend(self) -> Look:
-        """Start dead processes anew, look, and say what is wrong where that is news. For one thread."""
-        self._storage.tend()
-        look = self.look()
-        self._say(look)
-        return look
+        """Start dead processes anew, look, and say what is wrong where that is news."""
+        with self._trainer.turn:
+            self._storage.tend()
+            look = self.look()
+            self._say(look)
+            return look
 
     @property
     def durable_step(self) -> int:
@@ -140,7 +141,8 @@ class Queue(Sink, ABC):
                 )
             if look.writer.error and trainer.raises:
                 raise trainer.errors.failure([trainer.rank])
-            time.sleep(rest.next_seconds())
+            with trainer.turn:  # a thread that holds it lets go of it here
+                trainer.turn.wait(rest.next_seconds())
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now

@@ -190,16 +190,17 @@ class Session:
         heard, is_new = agreement.hear(timeout_seconds)
         if is_new:
             self._staging.hear(heard)
-            rebased, sure_step = {news.has_rebased for news in heard}, min(n.sure for n in heard)
+            rebased = {news.has_rebased for news in heard}
             if len(rebased) > 1:  # a snapshot exists only with every rank's share
                 self._schedule.ask(Why.OTHER_RANK)
-                self._staging.reach.open_gap(sure_step + 1)
+            snapshot = agreement.joint_snapshot(heard)
+            self._staging.reach.close(snapshot)
             if True in rebased:
                 self.recorder.proofs.reopen()
             if agreement.health.compare(self.step, heard, self.recorder.watch.digests):
                 self._schedule.ask(Why.RANKS_APART)
             else:
-                self.agree_on(sure_step)
+                self.agree_on(min(n.staged if n.gap <= snapshot else n.sure for n in heard))
                 if not self.queue.logs_steps:  # a replica applies what is committed
                     self._show()
         agreement.health.check()
@@ -294,7 +295,7 @@ class Session:
 
         They act on it a whole step later, so it goes by a look of its own.
         """
-        look = self._staging.attend()
+        look = self.queue.attend()
         sealed = self._sealed
         interval, batch = self._schedule.cadence.wish()
         news = RankNews(
@@ -304,7 +305,10 @@ class Session:
             has_lost_run=self.agreement.has_lost_run,
             has_storage_error=self._trainer.errors.any,
             has_rebased=has_rebased,
+            staged=self._staging.reach.step,
             sure=self._staging.reach.sure_step,
+            gap=self._staging.reach.last_gap,
+            snapshot=self.queue.images.staged_step,
             interval=interval,
             batch=batch,
             stepped=sealed.stepped,
@@ -328,13 +332,13 @@ class Session:
             StorageError: If it cannot be made.
         """
         with self._timed():
-            look = self._staging.attend()
+            look = self.queue.attend()
         if self._staging.is_gone(look) and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it
                 self._schedule.ask(Why.STAGING_RENEWED)
-            look = self._staging.attend()
+            look = self.queue.attend()
         return look
 
     def settle(self, timeout_seconds: float | None = None) -> None:
@@ -348,8 +352,9 @@ class Session:
         """
         staging = self._staging
         staging.settle(timeout_seconds)
-        if self.agreement.is_alone and staging.reach.has_gap and self.is_as_sealed():
-            staging.snapshot(self._sealed, staging.attend(), waits=True)
+        has_time, has_gap = timeout_seconds is None, staging.reach.last_gap >= 0
+        if has_time and has_gap and self.agreement.is_alone and self.is_as_sealed():
+            staging.snapshot(self._sealed, self.queue.attend(), waits=True)
             self._show()
 
     def snapshot(self, *, required: bool) -> None:
@@ -361,7 +366,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        self._staging.snapshot(self._sealed, self._staging.attend(), required=required)
+        self._staging.snapshot(self._sealed, self.queue.attend(), required=required)
 
     def secure(self, *, takes_live: bool) -> int:
         """Have the newest committed step become durable as training ends; returns it.
@@ -380,7 +385,7 @@ class Session:
 
     def is_storage_ready(self) -> bool:
         """Whether a snapshot of the last step would not stop training."""
-        return self.queue.is_ready_for_snapshot(self.step, self._staging.attend())
+        return self.queue.is_ready_for_snapshot(self.step, self.queue.attend())
 
     def agree_on(self, step: int) -> None:
         """Take a step for committed: all ranks hold it."""

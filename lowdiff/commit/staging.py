@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,7 +16,7 @@ from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core.events import Code
-from lowdiff.errors import LowDiffError, StorageError
+from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.protocols import Reducer
@@ -51,7 +50,7 @@ class Staging:
         protection: Protection,
     ) -> None:
         self.protection = protection
-        self._lock = threading.Condition()
+        self._lock = trainer.turn
         self.reach = Reach(self._lock, needs_all=protection.queue.logs_steps)
         self._area = area
         self._trainer = trainer
@@ -61,6 +60,7 @@ class Staging:
         self._pending = Pending(self._lock, "lowdiff-staging")
         #: A snapshot on its way, which takes longer than a step.
         self._leaving = Pending(self._lock, "lowdiff-snapshot")
+        self._ended_step = -1
         #: Steps of which others have not learned yet.
         self._late: deque[Sealed] = deque()
         self._warned: set[tuple[Code, str | Change | None]] = set()
@@ -68,12 +68,7 @@ class Staging:
     @property
     def num_pending(self) -> int:
         """How many steps have ended and are not staged; for any thread."""
-        return len(self._pending)
-
-    def attend(self) -> Look:
-        """See `Queue.attend`."""
-        with self._lock:
-            return self._queue.attend()
+        return max(0, self._ended_step - self.reach.step)
 
     def make_room(self) -> None:
         """Wait until one more step may be on its way from an accelerator; raises what staging met meanwhile.
@@ -84,7 +79,7 @@ class Staging:
             LowDiffError: What else a step was found to be when it was here.
         """
         if self._pending:
-            self._pending.finish(MOST_LATE - 1)
+            self._pending.finish(lambda: self.num_pending < MOST_LATE)
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every step that has ended is staged; returns whether that is so.
@@ -95,7 +90,7 @@ class Staging:
         Raises:
             LowDiffError: See `make_room`.
         """
-        return self._pending.finish(timeout_seconds=timeout_seconds) and self._leaving.finish(
+        return self._leaving.finish(timeout_seconds=timeout_seconds) and self._pending.finish(
             timeout_seconds=timeout_seconds
         )
 
@@ -159,7 +154,7 @@ class Staging:
         Raises:
             StorageError: If it cannot be made.
         """
-        with suppress(LowDiffError):  # what is on its way finds no log, and is lost with it
+        with suppress(Exception):  # what is on its way finds no log, and is lost with it
             self.settle()
         with self._lock:
             try:
@@ -207,6 +202,9 @@ class Staging:
     def stage(self, sealed: Sealed, look: Look) -> Look:
         """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
         if self._queue.logs_steps and (sealed.late or self._pending):
+            if sealed.differential.step <= self._ended_step:
+                return look  # a commit that was interrupted is made again
+            self._ended_step = sealed.differential.step
             self._pending.put(sealed.arrived, self._stage_arrived)
             self._late.append(sealed)
             if len(self._late) > MOST_LATE:  # this one has arrived on all ranks
@@ -265,11 +263,10 @@ class Staging:
         step, images = sealed.differential.step, self._queue.images
         is_prompt = required or waits or any(sink.takes_images_at_once for sink in self._sinks)
         try:
-            self._leaving.finish()
             # Which frozen parameters an image leaves out is known of steps that are here.
-            if is_prompt or self._live.shares_constants:
+            if is_prompt or self._live.shares_constants or images.step != images.staged_step:
                 self.settle()
-        except LowDiffError:  # at the next commit it is tried again, and raised
+        except Exception:  # at the next commit it is tried again, and raised
             if required:
                 raise
             images.is_owed = True
@@ -295,39 +292,44 @@ class Staging:
                 share = share_of_items(self._live, sealed, self._live.rank, items)
             images.begin(step)
             if share.leaving.travels and not is_prompt:
-                self._leaving.put(partial(self._written, share, step), partial(self._show, sealed))
+                self._leaving.put(partial(self._written, share), partial(self._put_shown, sealed))
                 return
             try:
                 written = images.write(share.images())
-            except StorageError as error:
-                # Ranks that wait for this one must hear of it first: with the next exchange.
+            except BaseException as error:
                 images.give_up()
-                if required or (trainer.raises and not trainer.tells_first):
+                if required or not isinstance(error, StorageError):
                     raise
+                # At the next commit it is an error, if ``on_error="raise"``: this step counts already.
                 images.owe_for(error, step)
                 return
         self._show(sealed, written)
 
-    def _written(self, share: Share, step: int) -> tuple[int, int] | StorageError:
-        """Write a snapshot once it is here; it counts behind its step. Without the lock."""
+    def _written(self, share: Share) -> tuple[int, int] | Exception:
+        """Write a snapshot once it is here, without the lock."""
         try:
             return self._queue.images.write(share.images())
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001  said, and the snapshot is owed
             return error
-        finally:
-            self._leaving.wait_for(lambda: self.reach.step >= step)
 
-    def _show(self, sealed: Sealed, written: tuple[int, int] | StorageError) -> None:
+    def _put_shown(self, sealed: Sealed, written: tuple[int, int] | Exception) -> None:
+        """Have a snapshot count behind its step, which may be on its way."""
+        self._pending.put(lambda: written, partial(self._show, sealed))
+
+    def _show(self, sealed: Sealed, written: tuple[int, int] | Exception) -> None:
         """Hand a snapshot on that is written, or owe it."""
         step, images = sealed.differential.step, self._queue.images
-        if isinstance(written, StorageError):
+        if isinstance(written, Exception):
             images.give_up()
             images.owe_for(written, step)
             return
-        snapshot = Snapshot(sealed, self._trainer.folder.snapshot, images.show(*written))
-        for sink in self._sinks:
-            sink.snapshot(snapshot)
-        self.reach.snapshot_staged(step)
+        with self._lock:
+            snapshot = Snapshot(sealed, self._trainer.folder.snapshot, images.show(*written))
+            for sink in self._sinks:
+                sink.snapshot(snapshot)
+            self.reach.forget_news(step)
+            if self._trainer.world_size == 1:
+                self.reach.close(step)
 
     @contextmanager
     def _unless_gone(self) -> Iterator[None]:

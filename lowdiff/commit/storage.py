@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -191,6 +192,8 @@ class Trainer:
         meter: Measures it for the tuner.
         errors: What is wrong with storage, and what the user has heard of it.
         page: What its processes, and who watches the run, are told.
+        turn: Held by the thread that fills staging or tells of it, and notified when something is staged. Who waits
+            meanwhile lets go of it.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class Trainer:
         self.meter = Meter(folder, self.counters)
         self.errors = StorageErrors(folder, rank, settings)
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
+        self.turn = threading.Condition()
 
     @property
     def degrades(self) -> bool:

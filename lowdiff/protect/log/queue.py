@@ -118,7 +118,7 @@ class LogQueue(Queue):
         )
 
     def _bound_risk(self, limit: int, look: Look) -> Look:
-        if self._renewed_step >= 0 and self.images.step > self._renewed_step:
+        if self._renewed_step >= 0 and self.images.staged_step > self._renewed_step:
             # Until it is durable no step after the lost ones is of use.
             look = self.wait_for_snapshot(look)
             self._renewed_step = -1

@@ -61,7 +61,7 @@ class ReplicaImages(Images):
 
     def begin_anew(self, durable_snapshot: int) -> None:
         """Forget every image: staging was removed."""
-        self.step = -1
+        self.step = self.staged_step = -1
         self._holds_memory = False
         self.is_needed = self.is_owed = True
 

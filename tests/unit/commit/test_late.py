@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -351,6 +352,65 @@ def test_a_snapshot_that_finds_no_memory_is_owed(
     assert recovered(tmp_path) == 4
 
 
+def test_a_snapshot_on_its_way_does_not_wait_for_a_step_that_nobody_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error comes out though each step has a snapshot, and training goes on."""
+    stage, tried = LogQueue.stage, []
+
+    def fails_once(queue: LogQueue, handed: object) -> object:
+        tried.append(handed)
+        if len(tried) == 1:
+            raise StorageError("no memory")
+        return stage(queue, handed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LogQueue, "stage", fails_once)
+    loop = attached(tmp_path, snapshot_every=1)
+    errors = 0
+    for number in range(5):
+        loop.step(number)
+        for _ in range(2):
+            try:
+                loop.checkpointer.commit()
+                break
+            except StorageError:
+                errors += 1
+    assert errors == 1
+    weights = loop.weights()
+    loop.checkpointer.close()
+    state = lowdiff.recover(tmp_path / "run")
+    assert state.step == 5
+    assert same(dict(state.model_state_dict()), weights)
+
+
+def test_snapshots_soon_after_staging_was_renewed_do_not_stop_training(tmp_path: Path) -> None:
+    loop = attached(tmp_path, snapshot_every=4)
+    trained(loop, 0, 1)
+    testing.parts_of(loop.checkpointer).staging.folder.remove()
+    trained(loop, *range(2, 8))
+    loop.checkpointer.close()
+    assert recovered(tmp_path) == 8
+
+
+def test_who_leaves_while_storage_hangs_is_let_go(tmp_path: Path) -> None:
+    """The thread that waits for storage holds no lock meanwhile."""
+    loop = attached(tmp_path, batch_size=1)
+    trained(loop, 0)
+    loop.settle()
+    writer = loop.checkpointer.stats()["writer_pid"]
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        trained(loop, 1, 2)
+        began = time.monotonic()
+        with testing.limits(abandon_seconds=0.5), suppress(KeyError), loop.checkpointer:
+            time.sleep(2 * SECONDS)  # by now it waits for step 1 to be durable
+            raise KeyError
+        assert time.monotonic() - began < 12
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGCONT)
+
+
 def test_steps_on_their_way_when_staging_is_removed_cost_a_snapshot(tmp_path: Path) -> None:
     loop = attached(tmp_path)
     trained(loop, 0, 1)
@@ -385,9 +445,10 @@ def test_a_copy_of_a_residual_that_is_not_here_yet_is_none(
     trained(killed, 0, 1)
     wait_until(lambda: killed.checkpointer.stats()["pending_steps"] == 0)
     with monkeypatch.context() as patch:
-        patch.setattr("lowdiff.commit.staging.Staging._stage_arrived", lambda *_: None)
+        arrived: list[object] = []
+        patch.setattr("lowdiff.commit.staging.Staging._stage_arrived", lambda *a: arrived.append(a))
         trained(killed, 2)
-        wait_until(lambda: killed.checkpointer.stats()["pending_steps"] == 0)
+        wait_until(lambda: arrived)
         killed.die()
     whole = attached(tmp_path / "whole")
     trained(whole, *range(4))

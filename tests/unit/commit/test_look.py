@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -91,7 +92,8 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
 
     nothing: Any = SimpleNamespace()
     protection = Protection(nothing, cast(LogQueue, Gone()), [Copy()])
-    staging = Staging(nothing, nothing, nothing, protection)
+    trainer: Any = SimpleNamespace(turn=threading.Condition())
+    staging = Staging(nothing, trainer, nothing, protection)
     reducer: Any = SimpleNamespace(payload=lambda: Payload(()))
     staging.stage_ahead(3, reducer, 0)
     assert [ahead.step for ahead in seen] == [3]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +17,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-import lowdiff.commit.images
-import lowdiff.commit.queue
 from lowdiff import testing
 from lowdiff.commit.storage import Look
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
+from lowdiff.persistence.staging.status import (
+    Backoff,
+    ReplicaStatus,
+    TrainerStatus,
+    read_status,
+)
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.protect.replica.queue import ReplicaQueue
 from tests.crash.pool import Pool
@@ -150,7 +153,7 @@ def go_on_compressed(
     """Attach with a compressor, which may fail on a rank, and train on."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
-            patch.setattr(lowdiff.commit.images, "stage_image", full)
+            patch.setattr(ImageFile, "stage", full)
         try:
             life = RankLife(rank, Path(folder.format(rank=rank)), compressor=TopK(0.1), **settings)
         except LowDiffError as error:
@@ -216,9 +219,9 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
             reported = WriterProcess.read_status
             failed = threading.Event()
 
-            def wait(seconds: float) -> None:
-                time.sleep(seconds)
+            def waits(_: Backoff) -> float:
                 failed.set()
+                return 0.01
 
             os.kill(life.checkpointer.stats()[f"{hangs}_pid"], signal.SIGSTOP)
             patch.setattr(
@@ -226,9 +229,7 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
                 "read_status",
                 lambda s: reported(s).with_errors("no disk" if failed.is_set() else ""),
             )
-            patch.setattr(
-                lowdiff.commit.queue, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
-            )
+            patch.setattr(Backoff, "next_seconds", waits)
         error = ""
         try:
             while life.step < 200:

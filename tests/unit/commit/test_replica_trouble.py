@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import lowdiff
-import lowdiff.commit.images
 from lowdiff import testing
 from lowdiff.commit.storage import Trainer
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
+from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.protect.replica.queue import ReplicaImages, ReplicaQueue
 from tests.mounts import fill, tmpfs_or_skip
@@ -227,7 +227,7 @@ def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_wi
         raise StorageError("staging needs 1.0 MiB, and that file system is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowdiff.commit.images, "stage_image", full)
+        patch.setattr(ImageFile, "stage", full)
         with pytest.raises(StorageError, match="full"):
             Life(tmp_path)
     after = Life(tmp_path, compressor=TopK(0.5))
