@@ -48,7 +48,7 @@ class RankNews:
         staged: The newest step that it has staged.
         sure: The newest one that recovery reaches without a snapshot that may not be there on all ranks.
         gap: The newest one that waits for such a snapshot; -1 where none does.
-        snapshot: The newest of which it has staged its share of a snapshot.
+        snapshot: The newest of which its share of a snapshot is durable.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
         stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
@@ -371,7 +371,7 @@ class Agreement:
         return is_new
 
     def joint_snapshot(self, heard: Sequence[RankNews]) -> int:
-        """Return the newest step of which every rank has said, by now, that its share of a snapshot is staged; else -1."""
+        """Return the newest step of which every rank has said, by now, that its share of a snapshot is durable; else -1."""
         for news, told in zip(heard, self._snapshots, strict=True):
             if news.snapshot not in told:
                 told.append(news.snapshot)

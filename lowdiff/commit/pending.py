@@ -50,7 +50,7 @@ class Reach:
             self.step = step  # last: any thread may look
 
     def close(self, step: int) -> None:
-        """Note that all ranks have staged a snapshot of a step: what waited for one, up to it, does not any more."""
+        """Note that a snapshot of a step is durable on all ranks: what waited for one, up to it, does not any more."""
         with self._lock:
             self._gaps = frozenset(gap for gap in self._gaps if gap > step)
 

@@ -142,7 +142,7 @@ class Queue(Sink, ABC):
             if look.writer.error and trainer.raises:
                 raise trainer.errors.failure([trainer.rank])
             with trainer.turn:  # a thread that holds it lets go of it here
-                trainer.turn.wait(rest.next_seconds())
+                trainer.turn.wait_for(lambda: False, rest.next_seconds())
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
@@ -156,7 +156,7 @@ class Queue(Sink, ABC):
 
     def wait_for_snapshot(self, look: Look) -> Look:
         """Wait until the last staged snapshot is durable."""
-        step = self.images.step
+        step = self.images.staged_step
         what = f"the snapshot of step {step} to be durable"
         look = self.wait_until(lambda look: look.writer.settled_snapshot >= step, what, look)
         if look.writer.durable_snapshot < step:
@@ -177,7 +177,7 @@ class Queue(Sink, ABC):
         Raises:
             WriterFailed: If ``on_error="raise"`` and the store reports an error.
         """
-        trainer, snapshot = self._trainer, self.images.step
+        trainer, snapshot = self._trainer, self.images.staged_step
 
         def is_there(look: Look) -> bool:
             writer = look.writer

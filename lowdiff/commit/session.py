@@ -229,6 +229,8 @@ class Session:
         with self._timed():
             self._staging.make_room()
         look = self.keep_staging()
+        if self.agreement.is_alone:
+            self._staging.reach.close(look.writer.durable_snapshot)
         with self._timed():
             heard = self._agree()
             sealed = self._seal()
@@ -308,7 +310,7 @@ class Session:
             staged=self._staging.reach.step,
             sure=self._staging.reach.sure_step,
             gap=self._staging.reach.last_gap,
-            snapshot=self.queue.images.staged_step,
+            snapshot=look.writer.durable_snapshot,
             interval=interval,
             batch=batch,
             stepped=sealed.stepped,

@@ -280,6 +280,8 @@ class Staging:
                 self._take(sealed, required=required, is_prompt=is_prompt)
             if waits and not self._trainer.degrades:
                 self._queue.wait_for_snapshot(look)
+                if self._trainer.world_size == 1:
+                    self.reach.close(step)
 
     def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool) -> None:
         """Read the live state, and write it or leave that to another thread."""
@@ -328,8 +330,6 @@ class Staging:
             for sink in self._sinks:
                 sink.snapshot(snapshot)
             self.reach.forget_news(step)
-            if self._trainer.world_size == 1:
-                self.reach.close(step)
 
     @contextmanager
     def _unless_gone(self) -> Iterator[None]:
