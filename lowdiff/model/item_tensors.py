@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.int8, **INT_OF_BYTES}
 #: Of tensors that are copied off an accelerator together: the host has memory for all of them at a time.
 _BATCH_BYTES = 16 << 20
 #: Of what departs with one step: the accelerator has memory for as much again. The host waits for what is beyond.
-_LATE_BYTES = 64 << 20
+LATE_BYTES = 64 << 20
 
 #: Version counter and address of a frozen parameter; None where it has no counter.
 Version = tuple[int, int] | None
@@ -187,14 +187,14 @@ class ItemTensors:
         return changes
 
     def depart(self, tensors: Mapping[str, torch.Tensor], *, thorough: bool = True) -> Departed:
-        """Have tensors depart to the host, which waits only for what is beyond `_LATE_BYTES`; see `compared`."""
+        """Have tensors depart to the host, which waits only for what is beyond `LATE_BYTES`; see `compared`."""
         doubted, trusted, versions = self._divided(tensors, thorough=thorough)
         late: dict[str, torch.Tensor] = {}
         early: dict[str, torch.Tensor] = {}
         size = 0
         for name in sorted(doubted, key=lambda name: name.startswith(FROZEN_ITEM)):  # these last
             size += tensors[name].nbytes
-            (late if size <= _LATE_BYTES else early)[name] = tensors[name]
+            (late if size <= LATE_BYTES else early)[name] = tensors[name]
         read: dict[str, tuple[int, torch.Tensor | None]] = {}
         for name, host in _on_host(early):
             checksum = _checksum(host)

@@ -446,7 +446,12 @@ def test_a_copy_of_a_residual_that_is_not_here_yet_is_none(
     wait_until(lambda: killed.checkpointer.stats()["pending_steps"] == 0)
     with monkeypatch.context() as patch:
         arrived: list[object] = []
-        patch.setattr("lowdiff.commit.staging.Staging._stage_arrived", lambda *a: arrived.append(a))
+
+        def comes_to_no_end(queue: LogQueue, handed: object) -> object:
+            arrived.append(handed)
+            raise StorageError("no memory")
+
+        patch.setattr(LogQueue, "stage", comes_to_no_end)
         trained(killed, 2)
         wait_until(lambda: arrived)
         killed.die()

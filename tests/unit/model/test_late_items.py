@@ -147,7 +147,7 @@ def test_a_frozen_parameter_that_is_found_by_reading_it_whole_is_not_lost() -> N
 
 
 def test_what_is_beyond_the_bound_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_tensors, "_LATE_BYTES", 800)  # the buffers, not the parameter
+    monkeypatch.setattr(item_tensors, "LATE_BYTES", 800)  # the buffers, not the parameter
     live = made()
     tensors = known(live)
     with torch.no_grad():
