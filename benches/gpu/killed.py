@@ -36,6 +36,7 @@ def main(words: list[str]) -> None:
         arm = Arm(torch.device(device), *MODELS[model], int(seed))
         checkpointed(arm, folder, Path(staging), int(every), **CHECKPOINTED["log"])
         arm.run(int(steps))
+        arm.drain()  # the last two steps may be on their way
         named = dict(arm.ddp.module.named_parameters())
         states = {name: arm.optimizer.state[parameter] for name, parameter in named.items()}
         folder.with_name("digest").write_text(digest_of(named, states), encoding="utf-8")

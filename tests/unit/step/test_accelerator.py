@@ -263,6 +263,7 @@ def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
     for number in range(last):
         killed.step(number)
         killed.checkpointer.commit()
+    killed.settle()
     killed.die()
     assert resumed.run(last + 5) == last
     ours, theirs = resumed.weights(), whole.weights()
