@@ -43,7 +43,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             session.commit()
         if not failed:
             session.keep_staging()
-            session.settle()
+            session.settle(_ABANDON_SECONDS if detaches else _FINISH_SECONDS)
             try:
                 session.hear(_MEET_SECONDS)
             except RankLost as error:

@@ -159,6 +159,8 @@ class Pending:
                     if self._is_over:
                         return
                     job.take(*job.arrived)
+                    if self._is_over:  # meanwhile, while it waited
+                        return
                     self._jobs.popleft()
                     self._turn.notify_all()
             except BaseException as error:  # noqa: BLE001  raised where training waits

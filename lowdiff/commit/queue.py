@@ -139,6 +139,8 @@ class Queue(Sink, ABC):
                 raise StorageError(
                     f"{trainer.folder.root} was removed or damaged while training waited for {what}"
                 )
+            if trainer.is_over:
+                raise StorageError(f"the training has ended, which waited for {what}")
             if look.writer.error and trainer.raises:
                 raise trainer.errors.failure([trainer.rank])
             with trainer.turn:  # a thread that holds it lets go of it here

@@ -96,6 +96,7 @@ class Staging:
 
     def drop(self) -> None:
         """Stage nothing more of what is on its way."""
+        self._trainer.is_over = True
         self._leaving.drop()
         self._pending.drop()
 
@@ -202,11 +203,13 @@ class Staging:
     def stage(self, sealed: Sealed, look: Look) -> Look:
         """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
         if self._queue.logs_steps and (sealed.late or self._pending):
-            if sealed.differential.step <= self._ended_step:
-                return look  # a commit that was interrupted is made again
-            self._ended_step = sealed.differential.step
-            self._pending.put(sealed.arrived, self._stage_arrived)
-            self._late.append(sealed)
+            step = sealed.differential.step
+            with self._lock:
+                if step <= self._ended_step:
+                    return look  # a commit that was interrupted is made again
+                self._pending.put(sealed.arrived, self._stage_arrived)
+                self._late.append(sealed)
+                self._ended_step = step
             if len(self._late) > MOST_LATE:  # this one has arrived on all ranks
                 self._late.popleft().learn()
             return look
@@ -273,15 +276,19 @@ class Staging:
             return
         with nullcontext() if required else self._unless_gone():
             if images.step != step:
-                cleared = self._queue.clear_for_snapshot(look, required=required)
-                if cleared is None:
-                    return
-                look = cleared
-                self._take(sealed, required=required, is_prompt=is_prompt)
+                try:
+                    cleared = self._queue.clear_for_snapshot(look, required=required)
+                    if cleared is None:
+                        return
+                    look = cleared
+                    self._take(sealed, required=required, is_prompt=is_prompt)
+                except BaseException:  # whatever broke it off: nobody asks for it again
+                    images.is_owed = True
+                    raise
             if waits and not self._trainer.degrades:
-                self._queue.wait_for_snapshot(look)
+                look = self._queue.wait_for_snapshot(look)
                 if self._trainer.world_size == 1:
-                    self.reach.close(step)
+                    self.reach.close(look.writer.durable_snapshot)
 
     def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool) -> None:
         """Read the live state, and write it or leave that to another thread."""
@@ -292,11 +299,12 @@ class Staging:
                 share = share_of(self._live, sealed)
             else:  # buffers may have moved on since
                 share = share_of_items(self._live, sealed, self._live.rank, items)
-            images.begin(step)
-            if share.leaving.travels and not is_prompt:
-                self._leaving.put(partial(self._written, share), partial(self._put_shown, sealed))
-                return
             try:
+                images.begin(step)
+                if share.leaving.travels and not is_prompt:
+                    shown = partial(self._put_shown, sealed)
+                    self._leaving.put(partial(self._written, share), shown)
+                    return
                 written = images.write(share.images())
             except BaseException as error:
                 images.give_up()
@@ -321,6 +329,8 @@ class Staging:
     def _show(self, sealed: Sealed, written: tuple[int, int] | Exception) -> None:
         """Hand a snapshot on that is written, or owe it."""
         step, images = sealed.differential.step, self._queue.images
+        if images.step != step:
+            return  # staging was made anew meanwhile
         if isinstance(written, Exception):
             images.give_up()
             images.owe_for(written, step)

@@ -192,6 +192,7 @@ class Trainer:
         meter: Measures it for the tuner.
         errors: What is wrong with storage, and what the user has heard of it.
         page: What its processes, and who watches the run, are told.
+        is_over: Whether the training has ended, so that nobody is to wait for storage any more.
         turn: Held by the thread that fills staging or tells of it, and notified when something is staged. Who waits
             meanwhile lets go of it.
     """
@@ -208,6 +209,7 @@ class Trainer:
         self.errors = StorageErrors(folder, rank, settings)
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
         self.turn = threading.Condition()
+        self.is_over = False
 
     @property
     def degrades(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError
 from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.format.values import same
+from tests.crash.lives import as_from_an_accelerator
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
 from tests.unit.loops import Loop
@@ -81,6 +82,43 @@ def test_a_step_that_counted_counts_once_though_its_snapshot_finds_no_memory(
     committed = loop.checkpointer.stats()["committed_step"]
     loop.die()
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == committed == 9
+
+
+@pytest.mark.parametrize("error", [StorageError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_snapshot_that_a_step_needs_and_does_not_get_is_taken_at_a_later_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], is_late: bool
+) -> None:
+    write, tried = Images.write, []
+
+    def fails_once(images: Images, tensors: Any) -> Any:
+        tried.append(tensors)
+        if len(tried) == 2:
+            raise error("once")
+        return write(images, tensors)
+
+    monkeypatch.setattr(Images, "write", fails_once)
+    with ExitStack() as late:
+        if is_late:
+            late.enter_context(testing.whole_buckets())
+            late.enter_context(as_from_an_accelerator(0))
+        loop = Loop(tmp_path, settings={"snapshot_every": 1000})
+        loop.attach()
+        for number in range(9):
+            loop.step(number)
+            if number == 4:
+                loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+            with suppress(error):
+                loop.checkpointer.commit()
+            if number == 4:
+                loop.settle()
+                assert loop.checkpointer.stats()["committed_step"] == 4
+        loop.settle()
+        committed = loop.checkpointer.stats()["committed_step"]
+        assert len(tried) >= 3
+        testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] >= 5)
+        loop.die()
+    assert committed <= lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step
 
 
 def lived(
