@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
+import lowdiff.model.item_tensors
 import lowdiff.model.items
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
@@ -93,7 +94,7 @@ WAYS: list[Breaks] = [
     state_dict_raises,
     a_value_cannot_be_stored,
     interrupted_in(lowdiff.model.items, "encode"),
-    interrupted_in(lowdiff.model.items, "crc32c"),
+    interrupted_in(lowdiff.model.item_tensors, "crc32c"),
     interrupted_in(Looker, "look"),
     interrupted_at_the_mark,
 ]

@@ -192,7 +192,9 @@ def test_what_was_captured_in_a_cuda_graph_can_be_stepped_on_a_cpu(kind: Any) ->
     optimizer = build(spec, [(usable_on(weight.device, hyper), [weight])])
     optimizer.step()
     assert bool((weight < 1).all())
-    assert usable_on(torch.device("cuda"), hyper) is hyper
+    there = usable_on(torch.device("cuda"), hyper)
+    assert there == hyper
+    assert there["lr"] is hyper["lr"]
 
 
 def test_what_cannot_be_replayed_is_refused_with_advice() -> None:
