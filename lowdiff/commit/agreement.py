@@ -371,10 +371,15 @@ class Agreement:
         return is_new
 
     def joint_snapshot(self, heard: Sequence[RankNews]) -> int:
-        """Return the newest step of which every rank has said, by now, that its share of a snapshot is durable; else -1."""
+        """Return the newest step of which every rank has said, by now, that its share of a snapshot is durable; else -1.
+
+        It matters where a rank tells of a gap; else it is -1 as well.
+        """
         for news, told in zip(heard, self._snapshots, strict=True):
             if news.snapshot not in told:
                 told.append(news.snapshot)
+        if all(news.gap < 0 for news in heard):
+            return -1  # nobody asks
         return max(set.intersection(*map(set, self._snapshots)), default=-1)
 
     def settle(self, heard: Sequence[RankNews]) -> None:

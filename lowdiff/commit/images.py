@@ -50,13 +50,12 @@ class Images:
         self.step = self.staged_step = -1
         self.is_owed = False
         self._trainer = trainer
-        self._step_before = -1
         self._file = ImageFile(trainer.folder.snapshot)
         self._retry_step, self._retry_after = -1, 1
 
     def begin(self, step: int) -> None:
         """Note that a snapshot of a step is being taken."""
-        self._step_before, self.step = self.step, step
+        self.step = step
 
     def write(self, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
         """Copy a snapshot to where processes will look for it; returns its length and checksum. For any thread.
@@ -79,7 +78,7 @@ class Images:
 
     def give_up(self) -> None:
         """Note that the snapshot that was begun does not come."""
-        self.step = self._step_before
+        self.step = self.staged_step
 
     def begin_anew(self, durable_snapshot: int) -> None:
         """Owe a snapshot, because staging was removed, and with it one that is not durable."""

@@ -290,9 +290,8 @@ class Fetch:
 
     def arrived(self) -> list[torch.Tensor]:
         """Return them on the CPU, once they are here."""
-        for one in reversed(
-            self._copies
-        ):  # the last one is waited for, behind which the others are done
+        # The last one is waited for, behind which the others are done.
+        for one in reversed(self._copies):
             one.finish()
         arrived: list[torch.Tensor] = [torch.empty(0)] * len(self._sizes)
         for places, values in zip(self._places.values(), self._hosts, strict=True):

@@ -117,9 +117,8 @@ class Sealed:
     def arrived(self) -> Sealed:
         """Return it with its record whole; waits for what is on its way."""
         whole = self
-        for part in reversed(
-            self.late
-        ):  # behind the last one the others are done: the host waits once
+        # Behind the last one the others are done: the host waits once.
+        for part in reversed(self.late):
             whole = part.complete(whole)
         return replace(whole, late=()) if self.late else self
 

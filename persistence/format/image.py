@@ -298,9 +298,8 @@ class ImageFile:
             view = self._sized(len(header) + sum(t.data.nbytes for t in ordered))
         except StorageError:
             self.release()
-            self._path.unlink(
-                missing_ok=True
-            )  # the image before it is durable: its memory may help
+            # The image before it is durable: its memory may help.
+            self._path.unlink(missing_ok=True)
             raise
         parts = [memoryview(header), *(tensor.data for tensor in ordered)]
         return copy_in_parallel(view, parts, num_threads)

@@ -43,6 +43,22 @@ def close_after_error(checkpointer: lowdiff.Checkpointer) -> None:
         raise ZeroDivisionError
 
 
+def fail_once(
+    patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, *, call: int = 1
+) -> list[object]:
+    """Have one call of a method raise, counted from 1; returns the list of calls, which grows."""
+    method, calls = getattr(owner, name), list[object]()
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == call:
+            raise error
+        return method(*given)
+
+    patch.setattr(owner, name, failing)
+    return calls
+
+
 @contextmanager
 def bound_reducers(kind: type[Compressor]) -> Iterator[list[Any]]:
     """What compressors of a kind bind meanwhile, oldest first."""

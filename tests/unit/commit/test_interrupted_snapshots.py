@@ -20,22 +20,14 @@ from lowdiff.persistence.format.values import same
 from tests.crash.lives import as_from_an_accelerator
 from tests.crash.pool import Pool
 from tests.crash.trainings import batch, wrapped
-from tests.unit.loops import Loop
+from tests.unit.loops import Loop, fail_once
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 def test_a_snapshot_that_is_broken_off_is_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    stage, tried = ImageFile.stage, []
-
-    def breaks_once(file: ImageFile, *given: Any) -> Any:
-        tried.append(given)
-        if len(tried) == 2:  # the base is the first
-            raise error
-        return stage(file, *given)
-
-    monkeypatch.setattr(ImageFile, "stage", breaks_once)
+    fail_once(monkeypatch, ImageFile, "stage", error("once"), call=2)  # the base is the first
     loop = Loop(tmp_path, settings={"snapshot_every": 4})
     loop.attach()
     for number in range(10):
@@ -53,15 +45,7 @@ def test_a_snapshot_that_is_broken_off_is_taken_later(
 def test_a_step_that_counted_counts_once_though_its_snapshot_finds_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, tried = ImageFile.stage, []
-
-    def fails_once(file: ImageFile, *given: Any) -> Any:
-        tried.append(given)
-        if len(tried) == 2:
-            raise StorageError("no memory")
-        return stage(file, *given)
-
-    monkeypatch.setattr(ImageFile, "stage", fails_once)
+    fail_once(monkeypatch, ImageFile, "stage", StorageError("no memory"), call=2)
     loop = Loop(tmp_path, settings={"snapshot_every": 1000, "on_error": "raise"})
     loop.attach()
     errors = 0
@@ -89,15 +73,7 @@ def test_a_step_that_counted_counts_once_though_its_snapshot_finds_no_memory(
 def test_a_snapshot_that_a_step_needs_and_does_not_get_is_taken_at_a_later_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], is_late: bool
 ) -> None:
-    write, tried = Images.write, []
-
-    def fails_once(images: Images, tensors: Any) -> Any:
-        tried.append(tensors)
-        if len(tried) == 2:
-            raise error("once")
-        return write(images, tensors)
-
-    monkeypatch.setattr(Images, "write", fails_once)
+    tried = fail_once(monkeypatch, Images, "write", error("once"), call=2)
     with ExitStack() as late:
         if is_late:
             late.enter_context(testing.whole_buckets())

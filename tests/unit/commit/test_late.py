@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -22,11 +22,10 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.commit.images import Images
 from lowdiff.errors import StorageError, UsageError
-from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.format.values import same
 from lowdiff.protect.log.queue import LogQueue
 from tests.crash.lives import as_from_an_accelerator
-from tests.unit.loops import Loop, small_model, wait_until
+from tests.unit.loops import Loop, fail_once, small_model, wait_until
 
 #: Longer than all else in a step, by far.
 SECONDS = 0.4
@@ -282,15 +281,7 @@ def test_what_staging_meets_is_raised_by_a_later_commit_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = attached(tmp_path)
-    stage, tried = LogQueue.stage, []
-
-    def fails_once(queue: LogQueue, handed: object) -> object:
-        tried.append(handed)
-        if len(tried) == 1:
-            raise StorageError("no memory")
-        return stage(queue, handed)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LogQueue, "stage", fails_once)
+    tried = fail_once(monkeypatch, LogQueue, "stage", StorageError("no memory"))
     trained(loop, 0)
     wait_until(lambda: tried)
     loop.step(1)
@@ -334,15 +325,7 @@ def test_a_snapshot_that_finds_no_memory_is_owed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = attached(tmp_path, strategy="survivors", snapshot_every=2, compressor=None)
-    write, tried = Images.write, []
-
-    def fails_once(images: Images, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
-        tried.append(tensors)
-        if len(tried) == 1:
-            raise StorageError("no memory")
-        return write(images, tensors)
-
-    monkeypatch.setattr(Images, "write", fails_once)
+    tried = fail_once(monkeypatch, Images, "write", StorageError("no memory"))
     trained(loop, 0, 1)
     wait_until(lambda: tried)
     trained(loop, 2, 3)
@@ -356,15 +339,7 @@ def test_a_snapshot_on_its_way_does_not_wait_for_a_step_that_nobody_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its error comes out, or it is tried again in time; training goes on."""
-    stage, tried = LogQueue.stage, []
-
-    def fails_once(queue: LogQueue, handed: object) -> object:
-        tried.append(handed)
-        if len(tried) == 1:
-            raise StorageError("no memory")
-        return stage(queue, handed)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LogQueue, "stage", fails_once)
+    fail_once(monkeypatch, LogQueue, "stage", StorageError("no memory"))
     loop = attached(tmp_path, snapshot_every=1)
     errors = 0
     for number in range(5):
