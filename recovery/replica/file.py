@@ -149,7 +149,7 @@ class ReplicaFile:
             private: Whether what is written stays this process's own (copy on write).
 
         Raises:
-            DamagedFile: If it is not there, not one of ours, or its header fails its checksum.
+            DamagedFile: If it is not there, not one of ours, cut short, or its header fails its checksum.
             OSError: If this process gets no memory or descriptor for it.
         """
         # Populating a private map that may be written would copy all of it.
@@ -164,7 +164,10 @@ class ReplicaFile:
             header = bytes(view[_LENGTH.size : _LENGTH.size + length])
             if checksum != crc32c(header):
                 raise DamagedFile(path, "its header fails its checksum")
-            return cls(path, view[_start(length) :], json.loads(header))
+            regions, content = json.loads(header), view[_start(length) :]
+            if len(content) < max(offset + size for offset, size in regions["places"].values()):
+                raise DamagedFile(path, "it is cut short")
+            return cls(path, content, regions)
         except (OSError, ValueError, KeyError, struct.error) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
                 raise

@@ -320,7 +320,10 @@ def test_a_file_that_is_none_is_refused(live: Live, tmp_path: Path) -> None:
     path = tmp_path / "state"
     with pytest.raises(DamagedFile):
         ReplicaFile.open(path, private=True)
-    for content in (b"", b"x" * 100, made(live, tmp_path / "whole").path.read_bytes()[:200]):
+    whole = made(live, tmp_path / "whole").path.read_bytes()
+    cut = [whole[:length] for length in range(0, len(whole), 64)]
+    assert len(cut) > 50
+    for content in (b"x" * 100, *cut):
         path.write_bytes(content)
         with pytest.raises(DamagedFile):
             ReplicaFile.open(path, private=True)
