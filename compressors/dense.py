@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from lowdiff.core import devices
 from lowdiff.core.layout import shares_of
 from lowdiff.core.memory import bits
 from lowdiff.errors import ReplayMismatch
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Departed, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 
@@ -164,6 +164,13 @@ class DenseReducer(AtHand):
                 if gradient is not None:
                     stored.gradients[i] = gradient.detach()
 
+    def depart(self) -> Departed:
+        """See ``Reducer.depart``: also as soon as an optimizer has consumed them."""
+        consumed = (gradient for one in self._stored for gradient in one.gradients.values())
+        return (
+            _Leaving(self._stored) if any(map(devices.comes_late, consumed)) else super().depart()
+        )
+
     def payload(self, of: int | None = None) -> Payload:
         """Return one section per gradient, named by its parameter's index; see ``Reducer.payload``.
 
@@ -172,13 +179,43 @@ class DenseReducer(AtHand):
         """
         stored = self._stored.of(of)
         consumed, stored.gradients = stored.gradients, {}
-        values = devices.on_host(list(consumed.values()))
-        return Payload(
-            tuple(
-                Section(str(i), "planes", bits(own))
-                for i, own in zip(consumed, values, strict=True)
-            )
+        return _payload(consumed, devices.on_host(list(consumed.values())))
+
+
+class _Leaving:
+    """Gradients on their way from an accelerator, of this rank's share and its peers'; see ``Departed``.
+
+    They are gathered first: whoever called the optimizer may overwrite them.
+    """
+
+    travels: ClassVar[bool] = True
+    has_missed: ClassVar[bool] = False
+
+    def __init__(self, stored: OfRanks[_Stored]) -> None:
+        self._stored = stored
+        self._on_the_way = {
+            id(one): (list(one.gradients), devices.fetch(list(one.gradients.values())))
+            for one in stored
+        }
+        for one in stored:
+            one.gradients = {}
+
+    def payload(self, of: int | None = None) -> Payload:
+        """See ``Departed``."""
+        indices, fetch = self._on_the_way[id(self._stored.of(of))]
+        return _payload(indices, fetch.arrived())
+
+    def learn(self) -> None:
+        """See ``Departed``: nothing was missed."""
+
+
+def _payload(indices: Iterable[int], gradients: Sequence[torch.Tensor]) -> Payload:
+    """Return whole gradients, each named by its parameter's layout index."""
+    return Payload(
+        tuple(
+            Section(str(i), "planes", bits(own)) for i, own in zip(indices, gradients, strict=True)
         )
+    )
 
 
 class _Stored:

@@ -427,7 +427,7 @@ class Origin:
 
 
 #: Names of the ways to protect a run's steps; what each does is said in ``lowdiff/protect``.
-STRATEGIES = ("log", "replica", "survivors")
+STRATEGIES = ("log", "gradients", "replica", "survivors")
 #: What checksums of a step's parameters can be: CRC-32C, or sums as of `lowdiff.core.sums`.
 DIGESTS = ("crc32c", "sum64")
 
@@ -498,7 +498,7 @@ class Fence:
 
     @property
     def logs_steps(self) -> bool:
-        """Whether every step is kept: not where a replica uses gradients up, or none are kept."""
+        """Whether every step becomes durable: not where gradients stay in memory, a replica uses them up, or none are kept."""
         return self.strategy == "log"
 
     @property

@@ -23,6 +23,7 @@ from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Trainer
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.model.averages import Averages
 from lowdiff.model.binding import Attached
@@ -233,6 +234,7 @@ def _recorder(
         watches=settings.watch if strategy.is_replayed else "",
         most_calls=memory.optimizer_steps,
         is_replayed=strategy.is_replayed,
+        departs_ahead=strategy.keeps_gradients and devices.comes_late(attached.device),
         peers=peers,
     )
 

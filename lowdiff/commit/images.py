@@ -53,8 +53,13 @@ class Images:
         self._file = ImageFile(trainer.folder.snapshot)
         self._retry_step, self._retry_after = -1, 1
 
-    def begin(self, step: int) -> None:
-        """Note that a snapshot of a step is being taken."""
+    @property
+    def due_step(self) -> int:
+        """Step of the last staged one that is to be durable: each, unless some are for memory alone."""
+        return self.staged_step
+
+    def begin(self, step: int, *, is_due: bool) -> None:
+        """Note that a snapshot of a step is being taken, and whether it is to be durable."""
         self.step = step
 
     def write(self, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
@@ -67,14 +72,21 @@ class Images:
 
     def show(self, size: int, checksum: int) -> ImageMark:
         """Tell the processes of the snapshot that was begun, and is whole."""
-        mark = ImageMark(self.step, size, checksum)
-        self._trainer.page.update(image=mark)
+        mark = self._publish(size, checksum)
         self.staged_step = self.step
         self.is_owed = False
         self._retry_after = 1
         self._trainer.errors.of_snapshot = ""
         self._trainer.counters.snapshots += 1
         return mark
+
+    def _publish(self, size: int, checksum: int) -> ImageMark:
+        mark = ImageMark(self.step, size, checksum)
+        self._trainer.page.update(image=mark)
+        return mark
+
+    def make_due(self) -> None:
+        """Have the snapshot that was begun last become durable, if it was for memory alone."""
 
     def give_up(self) -> None:
         """Note that the snapshot that was begun does not come."""

@@ -33,11 +33,13 @@ class Queue(Sink, ABC):
     Attributes:
         logs_steps: Whether every step becomes durable by itself, without a snapshot after it.
         makes_images: Whether another process takes the regular snapshots.
+        comes_late: Whether a step may be staged while later ones are made, once it has come from an accelerator.
         images: Full snapshots on their way to the processes.
     """
 
     logs_steps: ClassVar[bool] = False
     makes_images = False
+    comes_late: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer, storage: Storage) -> None:
         self.images = Images(trainer)
@@ -86,6 +88,10 @@ class Queue(Sink, ABC):
     def news(self, step: int, look: Look) -> dict[str, Any]:
         """See `Sink`."""
         return {"can_snapshot": self.is_ready_for_snapshot(step, look)}
+
+    def needs_image(self, step: int) -> bool:
+        """Whether an image is to be taken after ``step`` that stays in memory."""
+        return False
 
     def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
         """Wait for the snapshot before, whose memory the next one takes.
@@ -158,7 +164,7 @@ class Queue(Sink, ABC):
 
     def wait_for_snapshot(self, look: Look) -> Look:
         """Wait until the last staged snapshot is durable."""
-        step = self.images.staged_step
+        step = self.images.due_step
         what = f"the snapshot of step {step} to be durable"
         look = self.wait_until(lambda look: look.writer.settled_snapshot >= step, what, look)
         if look.writer.durable_snapshot < step:
@@ -179,7 +185,7 @@ class Queue(Sink, ABC):
         Raises:
             WriterFailed: If ``on_error="raise"`` and the store reports an error.
         """
-        trainer, snapshot = self._trainer, self.images.staged_step
+        trainer, snapshot = self._trainer, self.images.due_step
 
         def is_there(look: Look) -> bool:
             writer = look.writer

@@ -35,6 +35,7 @@ class Why(Enum):
     RANKS_APART = "ranks were found not to be alike"
     OTHER_RANK = "another rank could log the step before only as a snapshot"
     STAGING_RENEWED = "staging was made anew"
+    RING = "the gradients in memory lead on from too old an image"
     OWED = "an earlier one could not be taken"
     PREEMPTED = "the machine may go soon, and only an image outlives it"
 
@@ -51,6 +52,7 @@ class Situation:
         asked: Why else one was asked for; None where nobody did.
         can_catch_up: Whether one is owed, and every rank can take it.
         is_last_chance: Whether the training was told, since the step before, to stop soon.
+        needs_image: Whether this rank's memory needs an image, which need not become durable.
     """
 
     rebases: bool
@@ -60,6 +62,7 @@ class Situation:
     asked: Why | None
     can_catch_up: bool
     is_last_chance: bool
+    needs_image: bool
 
 
 def decide(now: Situation) -> Why | None:
@@ -72,7 +75,9 @@ def decide(now: Situation) -> Why | None:
         return Why.INTERVAL
     if now.asked is not None:
         return now.asked
-    return Why.OWED if now.can_catch_up else None
+    if now.can_catch_up:
+        return Why.OWED
+    return Why.RING if now.needs_image else None
 
 
 class Schedule:
@@ -134,10 +139,11 @@ class Schedule:
                 asked=self._asked,
                 can_catch_up=self._can_catch_up(step, heard, look),
                 is_last_chance=is_preempted and not self._has_prepared,
+                needs_image=self._queue.needs_image(step),
             )
         )
         self._asked = None
-        if why is not None and why is not Why.UNREPLAYABLE:  # which other ranks do not know of yet
+        if why not in (None, Why.UNREPLAYABLE, Why.RING):  # of which other ranks do not know yet
             self._has_prepared |= is_preempted
             self._tried_step = step
             self.cadence.snapshot_taken(step)

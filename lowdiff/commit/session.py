@@ -241,7 +241,9 @@ class Session:
             self.step, heard, look, rebases=has_gap, is_preempted=is_preempted
         )
         if why is not None:
-            self._staging.snapshot(sealed, look, waits=why in _WAITED_FOR)
+            self._staging.snapshot(
+                sealed, look, waits=why in _WAITED_FOR, is_due=why is not Why.RING
+            )
         self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
         self._show()
 

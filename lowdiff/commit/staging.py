@@ -15,6 +15,7 @@ from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.sinks import Ahead, Handed, Snapshot
 from lowdiff.commit.storage import Look, Trainer
+from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
@@ -51,7 +52,7 @@ class Staging:
     ) -> None:
         self.protection = protection
         self._lock = trainer.turn
-        self.reach = Reach(self._lock, needs_all=protection.queue.logs_steps)
+        self.reach = Reach(self._lock, needs_all=protection.queue.comes_late)
         self._area = area
         self._trainer = trainer
         self._live = live
@@ -194,7 +195,7 @@ class Staging:
         """Stage gradients before their optimizer's step ends, where that saves a copy."""
         with self._lock, self._unless_gone():
             ahead = Ahead(step, number, (), None)
-            if not self._queue.logs_steps:
+            if not (self._queue.logs_steps or devices.comes_late(self._live.attached.device)):
                 sections = numbered(reducer.payload().sections, number)
                 ahead = Ahead(step, number, sections, reducer)
             for sink in reversed(self._sinks):
@@ -202,7 +203,7 @@ class Staging:
 
     def stage(self, sealed: Sealed, look: Look) -> Look:
         """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
-        if self._queue.logs_steps and (sealed.late or self._pending):
+        if self._queue.comes_late and (sealed.late or self._pending):
             step = sealed.differential.step
             with self._lock:
                 if step <= self._ended_step:
@@ -233,7 +234,7 @@ class Staging:
                     handed = sink.stage(handed)
             finally:
                 self._trainer.counters.staged_bytes += handed.staged_bytes
-        self.reach.staged(sealed.differential.step, rebases=sealed.rebases)
+        self.reach.staged(sealed.differential.step, rebases=handed.sealed.rebases)
         return handed.look
 
     def _say(self, sealed: Sealed) -> None:
@@ -250,7 +251,13 @@ class Staging:
             code.warn(f"{text}. This is said once", rank=self._live.rank)
 
     def snapshot(
-        self, sealed: Sealed, look: Look, *, required: bool = False, waits: bool = False
+        self,
+        sealed: Sealed,
+        look: Look,
+        *,
+        required: bool = False,
+        waits: bool = False,
+        is_due: bool = True,
     ) -> None:
         """Stage a snapshot of a step, unless that was the last one staged; another thread writes what leaves an accelerator.
 
@@ -259,6 +266,7 @@ class Staging:
             look: At storage.
             required: Whether to wait for memory, and for the snapshot before.
             waits: Whether to wait until it is durable, unless ``backpressure="degrade"``.
+            is_due: Whether it is to be durable; else it stays in memory, where the queue keeps some.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
@@ -281,16 +289,18 @@ class Staging:
                     if cleared is None:
                         return
                     look = cleared
-                    self._take(sealed, required=required, is_prompt=is_prompt)
+                    self._take(sealed, required=required, is_prompt=is_prompt, is_due=is_due)
                 except BaseException:  # whatever broke it off: nobody asks for it again
                     images.is_owed = True
                     raise
+            elif is_due:
+                images.make_due()
             if waits and not self._trainer.degrades:
                 look = self._queue.wait_for_snapshot(look)
                 if self._trainer.world_size == 1:
                     self.reach.close(look.writer.durable_snapshot)
 
-    def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool) -> None:
+    def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool, is_due: bool) -> None:
         """Read the live state, and write it or leave that to another thread."""
         trainer, images, step = self._trainer, self._queue.images, sealed.differential.step
         with trainer.counters.timed(trainer.counters.snapshot_seconds):
@@ -300,7 +310,7 @@ class Staging:
             else:  # buffers may have moved on since
                 share = share_of_items(self._live, sealed, self._live.rank, items)
             try:
-                images.begin(step)
+                images.begin(step, is_due=is_due)
                 if share.leaving.travels and not is_prompt:
                     shown = partial(self._put_shown, sealed)
                     self._leaving.put(partial(self._written, share), shown)
@@ -336,7 +346,8 @@ class Staging:
             images.owe_for(written, step)
             return
         with self._lock:
-            snapshot = Snapshot(sealed, self._trainer.folder.snapshot, images.show(*written))
+            mark = images.show(*written)
+            snapshot = Snapshot(sealed, self._trainer.folder.image(mark.slot), mark)
             for sink in self._sinks:
                 sink.snapshot(snapshot)
             self.reach.forget_news(step)

@@ -53,6 +53,7 @@ class Code(Enum):
     WRITER_ALREADY_RUNS = "LD118"
     RESIDUAL_UNCHECKED = "LD119"
     MEASUREMENTS_INCOMPLETE = "LD120"
+    KEPT_STEPS_GIVEN_UP = "LD121"
     # The loop: model, gradients, optimizer, random generators, signals.
     FOREIGN_WRITE = "LD201"
     GRADIENT_CHANGED = "LD202"

@@ -43,7 +43,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         # another machine. Everything before that snapshot is durable.
         if step < max(whole, default=0):
             plan_recovery(scan(folder), step)
-        elif not session.queue.logs_steps and step not in (*whole, session.queue.images.step):
+        elif not session.queue.logs_steps and step not in (*whole, session.queue.images.due_step):
             why = (
                 "without a compressor only full snapshots are kept, and there is none of it; "
                 "Retention(every_steps=K) takes one at each K-th step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowdiff.errors import ConfigError
 from lowdiff.protect.copied import Copied
+from lowdiff.protect.gradients.strategy import GradientsStrategy
 from lowdiff.protect.log.strategy import LogStrategy
 from lowdiff.protect.replica.strategy import ReplicaStrategy
 from lowdiff.protect.strategy import Copyable, Strategy
@@ -12,7 +13,8 @@ from lowdiff.protocols import Compressor
 from lowdiff.settings import Settings
 
 _BY_NAME: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (LogStrategy(), ReplicaStrategy(), SurvivorsStrategy())
+    strategy.name: strategy
+    for strategy in (LogStrategy(), GradientsStrategy(), ReplicaStrategy(), SurvivorsStrategy())
 }
 
 

@@ -50,14 +50,15 @@ class Beginning:
         """
         return self.starting.result()
 
-    def log(self, folder: StagingFolder) -> StagingLog:
-        """Make a staging log in a folder."""
+    def log(self, folder: StagingFolder, *, is_ring: bool = False) -> StagingLog:
+        """Make a staging log in a folder; see `StagingLog`."""
         return StagingLog(
             folder,
             run_id=self.fence.run_id,
             world_size=self.fence.world_size,
             chunk_bytes=self.memory.chunk_bytes,
             cap_bytes=self.memory.log_bytes,
+            is_ring=is_ring,
         )
 
 

@@ -32,6 +32,7 @@ class Copied(Strategy):
         self._inner = inner
         self.name = inner.name
         self.logs_steps = inner.logs_steps
+        self.keeps_gradients = inner.keeps_gradients
         self.is_replayed = inner.is_replayed
         self.watches = inner.watches
 

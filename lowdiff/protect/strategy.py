@@ -29,12 +29,14 @@ class Strategy(ABC):
     Attributes:
         name: Users choose it by this name, which stands in the fences of its incarnations.
         logs_steps: Whether every step becomes durable by itself, and gradients are averaged by a compressor.
+        keeps_gradients: Whether steps are logged by the gradients that optimizers consume, as they are.
         is_replayed: Whether steps are replayed, by recovery or by a process beside the training.
         watches: Whether ranks that wait for each other are watched, and saved if they hang.
     """
 
     name: str
     logs_steps: bool = False
+    keeps_gradients: bool = False
     is_replayed: bool = True
     watches: bool = False
 
@@ -99,6 +101,19 @@ class Copyable(Strategy):
     def copy_bytes(self, staging: StagingNeed) -> int:
         """Return what a copy of one rank's state takes on another node, beside its log."""
         return _NUM_COPIED * staging.snapshot_bytes
+
+
+def refuse_durable_publishing(settings: Settings, name: str) -> None:
+    """Refuse to publish durable steps alone where a strategy makes few of them durable.
+
+    Raises:
+        ConfigError: Saying what to change.
+    """
+    if settings.publish is not None and settings.publish.durable:
+        raise ConfigError(
+            f"publish durable=True waits until a step is on a disk, and a run with strategy {name!r} has few such steps; "
+            "give a compressor, or leave durable out"
+        )
 
 
 class Uncompressed(Strategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from lowdiff.core.nested import each_tensor
 from lowdiff.model.device_watch import Looks
 from lowdiff.model.item_tensors import Departed as DepartedTensors
 from lowdiff.model.items import ItemTracker
+from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Arriving, Departed
 from lowdiff.step.states import Change, Sealed
-from lowdiff.types import OptimizerStep
+from lowdiff.types import OptimizerStep, Payload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,56 @@ class LatePayload:
     def learn(self) -> None:
         """See `Late`."""
         self.departed.learn()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateGradients:
+    """Gradients of each optimizer call, which departed when they were consumed.
+
+    Attributes:
+        departed: Number of the call and optimizer -> its gradients.
+        peers: Ranks of which payloads are made as well.
+    """
+
+    departed: Mapping[tuple[int, int], Departed]
+    peers: Sequence[int]
+
+    def complete(self, sealed: Sealed) -> Sealed:
+        """See `Late`."""
+        differential = sealed.differential
+        earlier, last = differential.earlier, len(differential.earlier)
+        of_peers = {
+            rank: Payload(
+                tuple(
+                    section
+                    for number in range(last + 1)
+                    for section in numbered(self._payload(number, rank).sections, number)
+                )
+            )
+            for rank in self.peers
+        }
+        return replace(
+            sealed,
+            differential=replace(
+                differential,
+                payload=self._payload(last, None),
+                earlier=tuple(
+                    replace(call, payload=self._payload(number, None))
+                    for number, call in enumerate(earlier)
+                ),
+            ),
+            of_peers=of_peers,
+        )
+
+    def _payload(self, number: int, of: int | None) -> Payload:
+        """Return a rank's share of what all optimizers consumed in a call."""
+        payloads = (
+            departed.payload(of) for (call, _), departed in self.departed.items() if call == number
+        )
+        return Payload(tuple(section for payload in payloads for section in payload.sections))
+
+    def learn(self) -> None:
+        """See `Late`: nothing follows from it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.late import (
+    LateGradients,
     LateGroups,
     LateItems,
     LateLooks,
@@ -51,6 +52,8 @@ class Recorder:
             one is an error.
         is_replayed: Whether recovery replays steps. If not, it makes no difference what else than an
             optimizer wrote: only full snapshots are recovered, and they hold it.
+        departs_ahead: Whether gradients leave an accelerator as soon as an optimizer consumes them: later they may
+            be overwritten.
         peers: Ranks whose payloads are read as well.
 
     Attributes:
@@ -73,6 +76,7 @@ class Recorder:
         watches: str,
         most_calls: int,
         is_replayed: bool,
+        departs_ahead: bool,
         peers: Sequence[int],
     ) -> None:
         self._live = live
@@ -82,6 +86,7 @@ class Recorder:
         self.proofs = proofs
         self._most_calls = most_calls
         self._is_replayed = is_replayed
+        self._departs_ahead = departs_ahead
         self._peers = peers
         specs = enumerate(live.attached.specs)
         #: Optimizers that do more than work element by element.
@@ -193,6 +198,8 @@ class Recorder:
         is_loggable = step.calls <= self._most_calls
         if not is_loggable:
             step.changes.add(Change.TOO_MANY_CALLS)
+        elif self._departs_ahead:
+            step.departed[len(step.earlier), index] = self.reducer.depart()
         return is_loggable
 
     def _judged(self, optimizer: int, done: OptimizerStep, verdict: Verdict) -> OptimizerStep:
@@ -280,6 +287,8 @@ class Recorder:
             departed.learn()
             if departed.has_missed:
                 step.changes.add(Change.GRADIENT_MISSED)
+        if step.departed:
+            late.append(LateGradients(dict(step.departed), self._peers))
         copy = live.residual.copy(step.number)
         if copy is not None:
             late.append(LateResidual(copy))

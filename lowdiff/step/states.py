@@ -24,6 +24,7 @@ from enum import Enum, auto
 from typing import Any, Protocol, TypeAlias
 
 from lowdiff.errors import UsageError
+from lowdiff.protocols import Departed
 from lowdiff.step.verdict import Verdict
 from lowdiff.types import AverageStep, Differential, EarlierStep, OptimizerStep, Payload, Written
 
@@ -66,6 +67,7 @@ class Change(Enum):
         "a gradient on an accelerator was changed between its exchange and optimizer.step() of step {step}, and what it "
         "became is gone; the first such step costs a full snapshot, and later ones are looked at more closely"
     )
+    NO_ROOM = "staging memory has no room for the gradients of step {step}; such a step costs a full snapshot"
     #: `Proofs` has named the state, and warned of it.
     UNPROVEN_STATE = ""
 
@@ -154,6 +156,7 @@ class Step:
         state: How far it is.
         consumed: Optimizer -> what it consumed in the current call.
         late: Optimizer -> a scaler's verdict that the host has not read.
+        departed: Number of a call and optimizer -> gradients that leave an accelerator before they may be overwritten.
         absent: Layout indices of parameters without a gradient when their optimizer stepped.
         earlier: Optimizer calls that others followed.
         changes: What else changed the training.
@@ -165,6 +168,7 @@ class Step:
         self.state = State.OPEN
         self.consumed: dict[int, OptimizerStep] = {}
         self.late: dict[int, Verdict] = {}
+        self.departed: dict[tuple[int, int], Departed] = {}
         self.absent: set[int] = set()
         self.earlier: tuple[EarlierStep, ...] = ()
         self.changes: set[Change] = set()

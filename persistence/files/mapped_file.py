@@ -180,11 +180,13 @@ class ImageMark:
         step: Step of the image.
         bytes: Length of the image.
         checksum: CRC-32C of all of it.
+        slot: Which of the images that stay in memory it is; -1 for the one that stays until it is durable.
     """
 
     step: int
     bytes: int
     checksum: int
+    slot: int = -1
 
 
 def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:

@@ -36,6 +36,8 @@
     STAGING/RUN_ID/i000002-r0004-k0000/...               what rank 0 keeps for rank 4, which is on another node
     STAGING/RUN_ID/i000002-r0004-k0000/copy-0, copy-0.items, copy-0.saved    its share of a snapshot; two take turns
     STAGING/RUN_ID/i000002-r0004-k0000/residual          its residuals, where they are replicated
+    STAGING/RUN_ID/i000002-r0000/ring                    says that the log is what leads on from images kept here
+    STAGING/RUN_ID/i000002-r0000/copy-0, copy-0.saved    with it, an image of the rank's share; two take turns
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -86,8 +88,8 @@ _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _REPLICA_STATE_NAME = re.compile(r"replica-(\d{8})")
 _GUEST_SAVED_NAME = re.compile(r"guest-(\d{4})\.saved")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-#: Images of a copy, which take turns.
-NUM_COPIED = 2
+#: Images that stay in memory, which take turns.
+NUM_KEPT = 2
 #: Files of a rank's items.
 NUM_ITEM_SLOTS = 4
 
@@ -337,6 +339,8 @@ class StagingFolder:
     survivor_image = _File("survivor.image")
     #: Lock held by the survivor that writes it.
     survivor_lock = _File("survivor.lock")
+    #: Exists where the log leads on from images that are kept beside it, and becomes durable by them alone.
+    ring = _File("ring")
     #: Output of the writer process.
     writer_log = _File("writer.log")
 
@@ -416,29 +420,31 @@ class StagingFolder:
         """Return the path of one of the files of a rank's items."""
         return _within(self.root, f"items-{slot}")
 
-    def copied(self, slot: int) -> Path:
-        """Return the path of the image of a copy's share of a snapshot; two take turns."""
+    def kept(self, slot: int) -> Path:
+        """Return the path of an image of a share that stays in memory, for recovery to begin from; two take turns."""
         return self.root / f"copy-{slot}"
 
-    def copied_items(self, slot: int) -> Path:
-        """Return the path of the items that belong to the image."""
+    def image(self, slot: int) -> Path:
+        """Return the path of the trainer's image in a slot; see `ImageMark`."""
+        return self.snapshot if slot < 0 else self.kept(slot)
+
+    def kept_items(self, slot: int) -> Path:
+        """Return the path of the items that belong to the image, which in a copy are not in it."""
         return self.root / f"copy-{slot}.items"
 
-    def copied_saved(self, slot: int) -> Path:
-        """Return the path of the page that says that image and items are whole."""
+    def kept_saved(self, slot: int) -> Path:
+        """Return the path of the page that says that the image, and its items, are whole."""
         return self.root / f"copy-{slot}.saved"
 
-    def copied_pages(self) -> list[tuple[int, Path]]:
-        """Return slot and page of every image of a copy."""
-        pages = ((slot, self.copied_saved(slot)) for slot in range(NUM_COPIED))
+    def kept_pages(self) -> list[tuple[int, Path]]:
+        """Return slot and page of every image that stays in memory."""
+        pages = ((slot, self.kept_saved(slot)) for slot in range(NUM_KEPT))
         return [(slot, page) for slot, page in pages if page.exists()]
 
     def copied_files(self) -> list[Path]:
         """Return the files of a copy that recovery reads."""
-        slots = [slot for slot, _ in self.copied_pages()]
-        images = (
-            f(slot) for slot in slots for f in (self.copied, self.copied_items, self.copied_saved)
-        )
+        slots = [slot for slot, _ in self.kept_pages()]
+        images = (f(slot) for slot in slots for f in (self.kept, self.kept_items, self.kept_saved))
         others = (self.residual, *map(self.items, range(NUM_ITEM_SLOTS)))
         return [*(path for _, path in self.chunks()), *images, *(f for f in others if f.exists())]
 
@@ -482,6 +488,9 @@ class StagingFolder:
         names += [self.items(slot) for slot in range(NUM_ITEM_SLOTS)]
         if self.survivor_saved.exists():
             names += [self.survivor_saved, self.survivor_image]
+        if self.ring.exists() and self.keeper is None:
+            slots = [slot for slot, _ in self.kept_pages()]
+            names += [self.ring, *(f(slot) for slot in slots for f in (self.kept, self.kept_saved))]
         if self.replica_status.exists() or not self.chunks():  # a log leads further than its image
             names += [self.trainer_status, self.snapshot]
         states = (path for _, path in self.replica_states())

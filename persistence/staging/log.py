@@ -39,6 +39,14 @@ _LOOKS = 3
 class StagingLog:
     """The trainer's end of one rank's log. Not thread-safe: one thread appends.
 
+    Args:
+        folder: Where it lies.
+        run_id: Identity of the run.
+        world_size: Number of ranks.
+        chunk_bytes: Least length of a chunk.
+        cap_bytes: Most that all chunks take together.
+        is_ring: Whether its records lead on from images that are kept beside it, and become durable by them alone.
+
     Attributes:
         folder: Where it lies.
         checksum: CRC-32C of the body of the newest record.
@@ -52,15 +60,20 @@ class StagingLog:
         world_size: int,
         chunk_bytes: int,
         cap_bytes: int,
+        is_ring: bool = False,
     ) -> None:
         self.folder = folder
         self._run_id = run_id
         self._world_size = world_size
+        self._is_ring = is_ring
         self._sizes = chunk_bytes, cap_bytes
         # The processes that read the log need these as well.
         self._files = [folder.owner, folder.trainer_lock, folder.trainer_status, folder.status]
         if folder.residual.exists():
             self._files.append(folder.residual)
+        if is_ring:
+            folder.ring.touch()
+            self._files.append(folder.ring)
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
         # Sections that were staged ahead of their record, where its body will be.
@@ -94,6 +107,7 @@ class StagingLog:
             world_size=self._world_size,
             chunk_bytes=chunk_bytes,
             cap_bytes=cap_bytes,
+            is_ring=self._is_ring,
         )
 
     def append(

@@ -309,7 +309,7 @@ class Complaints:
 def state_step(stage: StagingFolder) -> int:
     """Return the newest step whose state is in memory as a whole, -1 for none."""
     guests = map(stage.guest_saved, stage.saved_guests())
-    pages = (stage.survivor_saved, *guests, *(path for _, path in stage.copied_pages()))
+    pages = (stage.survivor_saved, *guests, *(path for _, path in stage.kept_pages()))
     images = [read_status(page, SavedStatus).image for page in pages]
     if not is_log(stage):
         images.append(read_status(stage.trainer_status, TrainerStatus).image)
@@ -318,9 +318,9 @@ def state_step(stage: StagingFolder) -> int:
 
 
 def is_log(stage: StagingFolder) -> bool:
-    """Return whether steps lie here that can be replayed; else a log is only a replica's queue."""
+    """Return whether steps lie here that become durable; else a log is a replica's queue, or leads on from images here."""
     is_of_survivors = stage.survivor_status.exists() and not stage.chunks()
-    return not (stage.replica_status.exists() or is_of_survivors)
+    return not (stage.replica_status.exists() or stage.ring.exists() or is_of_survivors)
 
 
 def holds_state(stage: StagingFolder) -> bool:

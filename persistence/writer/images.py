@@ -78,10 +78,11 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
 
 def _marks(staging: StagingFolder) -> tuple[tuple[ImageMark | None, Path], ...]:
     """Return the mark of each image and its file, the trainer's last."""
+    trainers = read_status(staging.trainer_status, TrainerStatus).image
     return (
         (read_status(staging.survivor_saved, SavedStatus).image, staging.survivor_image),
         (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
-        (read_status(staging.trainer_status, TrainerStatus).image, staging.snapshot),
+        (trainers, staging.snapshot if trainers is None else staging.image(trainers.slot)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class MemoryPlan:
         common: The step that every share is brought to by itself.
         sources: One per rank.
         steps: Differentials ``common + 1 .. step``.
+        first: The earliest step that can be had this way.
     """
 
     step: int
@@ -31,11 +32,12 @@ class MemoryPlan:
     common: int
     sources: tuple[Source, ...]
     steps: tuple[PlannedStep, ...]
+    first: int
 
     @property
     def range(self) -> tuple[int, int]:
         """First and last step that can be had this way."""
-        return self.common, self.step
+        return self.first, self.step
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -86,6 +88,7 @@ def _way_from(
     catalog: Catalog, span: Span, step: int | None, by_rank: Sequence[Sequence[Source]]
 ) -> MemoryPlan | None:
     """Return the way to ``step``, or to the newest step, from sources of every rank; None if none leads."""
+    plan: MemoryPlan | None = None
     for common in sorted({s.reach for sources in by_rank for s in sources}, reverse=True):
         if not span.holds(common) or (step is not None and common > step):
             continue
@@ -93,9 +96,13 @@ def _way_from(
         steps = steps_after(catalog, common, step)
         reached = steps[-1].step if steps else common
         chosen = tuple(source for source in nearest if source is not None)
-        if len(chosen) == span.world_size and step in (None, reached):
-            return MemoryPlan(reached, span.incarnation, common, chosen, steps)
-    return None
+        if len(chosen) < span.world_size or step not in (None, reached):
+            continue
+        if plan is None:
+            plan = MemoryPlan(reached, span.incarnation, common, chosen, steps, first=common)
+        elif reached >= plan.first - 1:  # all steps from here on lie in memory
+            plan = replace(plan, first=common)
+    return plan
 
 
 def _nearest(sources: Sequence[Source], common: int) -> Source | None:

@@ -6,19 +6,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords
-from lowdiff.persistence.staging.items import read_items_at
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
-    SavedStatus,
     TrainerStatus,
     read_status,
 )
-from lowdiff.recovery.sources.folders import InFolder, in_own_folder, is_at_rest, is_whole
+from lowdiff.recovery.sources.folders import (
+    InFolder,
+    in_own_folder,
+    is_at_rest,
+    kept_images,
+    kept_marks,
+)
 from lowdiff.recovery.sources.source import Held, Source
 from lowdiff.types import Fence
 
@@ -37,27 +40,14 @@ def with_copies(in_folder: InFolder, *, replays_shares: bool) -> Held:
         sources = in_own_folder(catalog, fence, rank, records, in_folder)
         for copy in copies:
             if copy.rank == rank and is_at_rest(copy):
-                sources += [*_images(copy, records), *in_folder(copy, records)]
-        steps = {mark.step for copy in copies for _, mark in _marks(copy)}
+                sources += [*kept_images(copy, records), *in_folder(copy, records)]
+        steps = {mark.step for copy in copies for _, mark in kept_marks(copy)}
         if not sources:  # as after a clean end; copies of replicas are of that step, or almost
             steps |= _disk_steps(catalog, fence, copies)
         steps -= {source.step for source in sources}
         return [*sources, *_on_disk(catalog, fence, rank, steps, records)]
 
     return held
-
-
-def _marks(copy: StagingFolder) -> list[tuple[int, ImageMark]]:
-    """Return slot and mark of each image of a copy."""
-    images = [(slot, read_status(page, SavedStatus).image) for slot, page in copy.copied_pages()]
-    return [(slot, mark) for slot, mark in images if mark is not None]
-
-
-def _images(copy: StagingFolder, records: RankRecords) -> Iterator[Source]:
-    for slot, mark in _marks(copy):
-        items = read_items_at(copy.copied_items(slot), mark.step)
-        if items is not None and is_whole(copy.copied(slot), mark):
-            yield Source(copy.copied(slot), mark.step, mark.step, records, items)
 
 
 def _disk_steps(catalog: Catalog, fence: Fence, copies: Sequence[StagingFolder]) -> set[int]:

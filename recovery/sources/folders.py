@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords
-from lowdiff.persistence.staging.status import TrainerStatus, read_status
+from lowdiff.persistence.staging.items import read_items_at
+from lowdiff.persistence.staging.status import SavedStatus, TrainerStatus, read_status
 from lowdiff.recovery.replica.file import PASSING
 from lowdiff.recovery.sources.source import Source
 from lowdiff.types import Fence
@@ -46,6 +47,22 @@ def trainer_image(stage: StagingFolder, records: RankRecords, *, after: int = -1
     if mark is None or mark.step <= after or not is_whole(stage.snapshot, mark):
         return []
     return [Source(stage.snapshot, mark.step, mark.step, records)]
+
+
+def kept_images(stage: StagingFolder, records: RankRecords) -> Iterator[Source]:
+    """Yield the images that stay in a folder; those of a copy have the rank's items beside them."""
+    for slot, mark in kept_marks(stage):
+        items = None
+        if stage.keeper is not None:
+            items = read_items_at(stage.kept_items(slot), mark.step)
+        if (stage.keeper is None or items is not None) and is_whole(stage.kept(slot), mark):
+            yield Source(stage.kept(slot), mark.step, mark.step, records, items)
+
+
+def kept_marks(stage: StagingFolder) -> list[tuple[int, ImageMark]]:
+    """Return slot and mark of each image that stays in a folder."""
+    marks = [(slot, read_status(page, SavedStatus).image) for slot, page in stage.kept_pages()]
+    return [(slot, mark) for slot, mark in marks if mark is not None]
 
 
 def is_whole(path: Path, mark: ImageMark) -> bool:

@@ -133,9 +133,7 @@ class Ward:
         step = sealed.differential.step
         try:
             tensors = share_of_items(self._live, sealed, self.rank, {}).images()
-            size, checksum = stage_image(
-                self._folder.copied(slot), tensors, torch.get_num_threads()
-            )
+            size, checksum = stage_image(self._folder.kept(slot), tensors, torch.get_num_threads())
         except StorageError as error:
             self._give_up(str(error), owes=False)
             return
@@ -305,8 +303,8 @@ class Ward:
             return
         slot, mark = self._image
         try:
-            write_items(self._folder.copied_items(slot), mark.step, self._all)
-            StatusPage(self._folder.copied_saved(slot), SavedStatus(image=mark))
+            write_items(self._folder.kept_items(slot), mark.step, self._all)
+            StatusPage(self._folder.kept_saved(slot), SavedStatus(image=mark))
         except (OSError, StorageError) as error:
             self._give_up(str(error), owes=False)
             return

@@ -21,6 +21,7 @@ class LogQueue(Queue):
     """Differentials that the writer makes durable (strategy log)."""
 
     logs_steps: ClassVar[bool] = True
+    comes_late: ClassVar[bool] = True
 
     def __init__(self, log: StagingLog, trainer: Trainer, storage: Storage) -> None:
         super().__init__(trainer, storage)

@@ -41,10 +41,10 @@ class ReplicaImages(Images):
         is_taken = look.replica.image_step >= self.step or self._replica.is_stopped
         return not is_taken or look.writer.settled_snapshot < self.step
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, is_due: bool) -> None:
         """See `Images`."""
         self._holds_memory = False  # the new one takes its place
-        super().begin(step)
+        super().begin(step, is_due=is_due)
 
     def show(self, size: int, checksum: int) -> ImageMark:
         """See `Images`."""

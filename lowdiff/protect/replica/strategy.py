@@ -10,7 +10,6 @@ from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.storage import Storage
 from lowdiff.core.events import Code
 from lowdiff.core.layout import shares_of
-from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached
 from lowdiff.persistence.staging.budget import StagingNeed
 from lowdiff.persistence.staging.log import StagingLog
@@ -19,7 +18,7 @@ from lowdiff.protect.beginning import Beginning
 from lowdiff.protect.copies.wards import ReplicaWard, SentWard, Ward
 from lowdiff.protect.memory import LEAST_CHUNKS, Demand, Need, least_chunk
 from lowdiff.protect.replica.queue import ReplicaQueue
-from lowdiff.protect.strategy import Copyable, Uncompressed
+from lowdiff.protect.strategy import Copyable, Uncompressed, refuse_durable_publishing
 from lowdiff.recovery.replay.optimizers import refuse_what_a_replica_lacks, registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.recovery.state import SCALAR_STATE
@@ -38,15 +37,12 @@ class ReplicaStrategy(Copyable, Uncompressed):
     """A run without a compressor, whose steps are applied at once instead of being written."""
 
     name = "replica"
+    keeps_gradients = True
 
     def refuse(self, settings: Settings) -> None:
         """See `Strategy`."""
         super().refuse(settings)
-        if settings.publish is not None and settings.publish.durable:
-            raise ConfigError(
-                "publish durable=True waits until a step is on a disk, and a replica's run has few such steps; give "
-                "a compressor, or leave durable out"
-            )
+        refuse_durable_publishing(settings, self.name)
 
     def refuse_model(self, settings: Settings, attached: Attached, world_size: int) -> None:
         """See `Strategy`."""

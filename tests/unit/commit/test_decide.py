@@ -18,6 +18,7 @@ QUIET = Situation(
     asked=None,
     can_catch_up=False,
     is_last_chance=False,
+    needs_image=False,
 )
 SITUATIONS = st.builds(
     Situation,
@@ -28,6 +29,7 @@ SITUATIONS = st.builds(
     asked=st.sampled_from([None, *Why]),
     can_catch_up=st.booleans(),
     is_last_chance=st.booleans(),
+    needs_image=st.booleans(),
 )
 
 
@@ -43,6 +45,9 @@ SITUATIONS = st.builds(
         (replace(QUIET, is_last_chance=True, logs_steps=False), Why.PREEMPTED),
         (replace(QUIET, is_due=True, makes_images=True), None),
         (replace(QUIET, is_due=True, makes_images=True, can_catch_up=True), Why.OWED),
+        (replace(QUIET, needs_image=True), Why.RING),
+        (replace(QUIET, needs_image=True, is_due=True), Why.INTERVAL),
+        (replace(QUIET, needs_image=True, can_catch_up=True), Why.OWED),
     ],
 )
 def test_each_reason_is_named(now: Situation, why: Why | None) -> None:

@@ -63,9 +63,9 @@ def record(copy: StagingFolder) -> None:
 
 def newest_image(copy: StagingFolder) -> None:
     """Change a bit of the image of step 4, behind which all steps are logged."""
-    marks = {slot: read_status(page, SavedStatus).image for slot, page in copy.copied_pages()}
+    marks = {slot: read_status(page, SavedStatus).image for slot, page in copy.kept_pages()}
     steps = {mark.step: slot for slot, mark in marks.items() if mark is not None}
-    path = copy.copied(steps[max(steps)])
+    path = copy.kept(steps[max(steps)])
     flip(path, path.stat().st_size - 8)
 
 

@@ -1,0 +1,166 @@
+"""The queue of gradients: they stay in memory as long as an image there leads on by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from lowdiff.commit.queue import Queue, base_record
+from lowdiff.commit.sinks import Ahead, Handed
+from lowdiff.commit.storage import Look, Storage, Trainer
+from lowdiff.core.events import Code
+from lowdiff.persistence.format.differentials import encode_scalars, sections_of
+from lowdiff.persistence.format.framing import RecordKind
+from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.protect.gradients.images import KeptImages
+from lowdiff.step.states import Change
+from lowdiff.types import Section
+
+#: An image is taken each time so small a part of the log is filled: two parts lie between the older image and
+#: the next one, and steps go on while that is written.
+_PART = 1 / 3
+
+
+class GradientsQueue(Queue):
+    """Gradients since the older of two images, and the images, of which the writer makes some durable.
+
+    Where the log is full, the older image is given up; where that is not enough, the step costs a full snapshot.
+
+    Args:
+        log: Where they lie; as much of it is reused as lies before the older image.
+        num_steps: How many steps it is planned for.
+        trainer: See `Queue`.
+        storage: Has the writer.
+    """
+
+    comes_late: ClassVar[bool] = True
+    images: KeptImages
+
+    def __init__(self, log: StagingLog, num_steps: int, trainer: Trainer, storage: Storage) -> None:
+        super().__init__(trainer, storage)
+        self.images = KeptImages(trainer)
+        self._log = log
+        self._num_steps = num_steps
+        self._image_every = max(1, int(num_steps * _PART))
+        #: Newest step that was staged; the one that found no room; the newest that all ranks have staged.
+        self._step = self._given_up = self._committed_step = -1
+        self._has_given_up = False
+
+    def _lacks_files(self) -> bool:
+        return self._log.is_gone
+
+    def needs_image(self, step: int) -> bool:
+        """See `Queue`."""
+        return step - self.images.step >= self._image_every
+
+    def stage_base(self, base: Handed) -> Handed:
+        """See `Sink`."""
+        record = base_record(base)
+        return self._append(RecordKind.BASE, record.step, base)
+
+    def stage_ahead(self, ahead: Ahead) -> None:
+        """See `Sink`: straight from where the optimizer has them."""
+        if ahead.sections and self._given_up != ahead.step and not self._put(ahead.sections):
+            self._given_up = ahead.step
+
+    def stage(self, handed: Handed) -> Handed:
+        """See `Sink`: a step that finds no room needs a snapshot."""
+        step = handed.sealed.differential.step
+        staged = handed
+        if self._given_up != step:
+            staged = self._append(RecordKind.DIFFERENTIAL, step, handed)
+        self._step = step
+        if staged.checksum is not None:
+            return staged
+        self._log.drop_ahead()
+        sealed = handed.sealed
+        return replace(handed, sealed=replace(sealed, changes=sealed.changes | {Change.NO_ROOM}))
+
+    def _append(self, kind: RecordKind, step: int, handed: Handed) -> Handed:
+        """Stage a record behind what is staged ahead of it; without a checksum if there is no room."""
+        log, sealed = self._log, handed.sealed
+        is_step = kind is RecordKind.DIFFERENTIAL
+        record = sealed.differential if is_step else base_record(handed)
+        scalars, sections = encode_scalars(record), sections_of(record)
+        if is_step and not self._put(sections):
+            return handed
+        size = self._with_room(
+            lambda free_step: (
+                log.append(
+                    kind,
+                    step,
+                    scalars,
+                    () if is_step else sections,
+                    durable_step=free_step,
+                    rebases=is_step and sealed.rebases,
+                )
+                or 0
+            )
+        )
+        if not size:
+            return handed
+        return replace(handed, checksum=log.checksum, staged_bytes=handed.staged_bytes + size)
+
+    def _put(self, sections: Sequence[Section]) -> bool:
+        """Stage sections of the next record ahead of the rest of it; returns whether there was room."""
+        log = self._log
+        return bool(
+            self._with_room(
+                lambda free_step: int(log.append_ahead(sections, durable_step=free_step))
+            )
+        )
+
+    def _with_room(self, append: Callable[[int], int]) -> int:
+        """Append where the older image's gradients end, or else in place of those; returns the bytes, 0 for no room.
+
+        Args:
+            append: Does it; is given the step up to which records may be written over.
+        """
+        images = self.images
+        size = append(images.oldest_step)
+        if size or not images.oldest_step < images.staged_step <= self._committed_step:
+            return size
+        # The newer image alone leads on, and all ranks have come so far.
+        if not self._has_given_up:
+            self._has_given_up = True
+            Code.KEPT_STEPS_GIVEN_UP.warn(
+                f"staging memory is full, so steps from {images.oldest_step} to {images.staged_step - 1} are given up before "
+                "the next image takes their place; no step after them is lost. Let it hold more (docker: --shm-size), "
+                "or let steps be smaller. This is said once",
+                rank=self._trainer.rank,
+                step=images.oldest_step,
+            )
+        return append(images.staged_step)
+
+    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
+        """See `Queue`: the older image has to be durable, where it is to be, and all ranks at the newer one."""
+        images = self.images
+        is_apart = images.staged_step > max(self._committed_step, images.oldest_step)
+        if is_apart and not required:
+            return None  # the next step asks again
+        return super().clear_for_snapshot(look, required=required)
+
+    def show(self, step: int, committed_step: int, told_step: int) -> int:
+        """See `Sink`."""
+        self._committed_step = committed_step
+        return committed_step
+
+    def secure(self, step: int) -> int:
+        """See `Queue`: without the live state no other snapshot can be made."""
+        return self.images.due_step
+
+    def begin_anew(self, step: int) -> None:
+        """See `Queue`: memory leads nowhere before the snapshot that is owed."""
+        self._log = self._log.anew()
+        self._step = self._given_up = -1
+        super().begin_anew(step)
+
+    def figures(self) -> dict[str, Any]:
+        """See `Sink`."""
+        kept = 0 if self.images.oldest_step < 0 else max(0, self._step - self.images.oldest_step)
+        return {
+            "kept_steps": kept,
+            "kept_bytes": self._log.bytes_held + self.images.bytes_held,
+            "ring_fill": kept / self._num_steps,
+        }
