@@ -132,7 +132,7 @@ class Checkpointer:
         reproducible: Without compression and with three ranks or more: add gradients in rank
             order, so that a resumed run has the bits of an uninterrupted one.
         optimizer_steps: How many steps each optimizer may make in one loop body. With ``"any"``, which
-            needs training without a compressor and on CPUs, all of a body are committed together when it ends
+            needs training without a compressor, all of a body are committed together when it ends
             (PPO, SAC): *step* counts bodies, a crash goes back to the last committed one, and a body
             left by ``break`` is committed by ``commit()`` alone. ``attach`` logs how many steps staging
             memory holds; a body with more of them costs a full snapshot.

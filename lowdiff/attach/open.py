@@ -180,11 +180,6 @@ def _accepted(
     if ranks.rank == 0:
         strategy.warn(attached, ranks.world_size)
         _name_frozen(attached)
-    if settings.has_several_steps and not attached.is_on_host:
-        raise ConfigError(
-            'optimizer_steps="any" works on CPUs only so far, and the model is on '
-            f"{attached.device}: call commit() after each optimizer.step()"
-        )
     return given
 
 

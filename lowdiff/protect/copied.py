@@ -61,11 +61,11 @@ class Copied(Strategy):
     def need(self, demand: Demand) -> Need:
         """See `Strategy`: of each rank that copies are kept of, what it stages itself; its residual if that is sent."""
         sent = demand.peers.sent
-        if sent and self.logs_steps:
+        if sent and not self._inner.sends_shards:
             raise ConfigError(
-                "copies of compressed gradients are made by ranks that hold the same shards, and no rank on "
+                f"copies of what strategy {self.name!r} keeps are made by ranks that hold the same shards, and no rank on "
                 f"another node holds those of rank(s) {', '.join(map(str, sent))}; build the mesh so that "
-                'replicate= goes over nodes, or leave gradients as they are: strategy="replica", no compressor'
+                'replicate= goes over nodes, or take strategy="replica", which sends them'
             )
         need, num_wards = self._inner.need(demand), len(demand.peers.wards)
         staging = need.staging

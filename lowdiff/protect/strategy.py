@@ -6,6 +6,7 @@ Settings, refusals, memory, processes and sinks ask one object, which is found b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
@@ -92,7 +93,13 @@ class Strategy(ABC):
 
 
 class Copyable(Strategy):
-    """A strategy whose steps other nodes can keep as well."""
+    """A strategy whose steps other nodes can keep as well.
+
+    Attributes:
+        sends_shards: Whether shards that no other node holds are sent there.
+    """
+
+    sends_shards: ClassVar[bool] = False
 
     @abstractmethod
     def ward(self, beginning: Beginning, area: StagingArea) -> Ward:

@@ -86,8 +86,8 @@ def existing_part(path: Path) -> Path:
 def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
     """Return the largest size of this rank's log if the ranks of ``needs`` share the room.
 
-    If possible, room is left for the next incarnation, because the staging of a killed incarnation
-    is released only once the next one has begun.
+    If possible, they take no more than half of it, because the staging of a killed incarnation is released
+    only once the next one has begun, which then finds as much.
 
     Raises:
         ConfigError: If not even the least fits; names the missing bytes and the ways out.
@@ -107,7 +107,8 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             "pass Checkpointer(..., staging=FOLDER) with a folder on a disk of this machine: what "
             "is staged there survives SIGKILL as well"
         )
-    spare = room.free_bytes - (2 if fits_twice(needs, room) else 1) * least
+    # Half of what is free: the next incarnation finds as much.
+    spare = (room.free_bytes // 2 if fits_twice(needs, room) else room.free_bytes) - least
     wanted = sum(need.log_bytes - need.least_log_bytes for need in needs)
     share = min(1.0, spare / wanted) if wanted else 1.0
     return mine.least_log_bytes + int(share * (mine.log_bytes - mine.least_log_bytes))

@@ -85,6 +85,13 @@ class KeptImages(Images):
         self._due_step = mark.step
         self._trainer.page.update(image=mark)
 
+    def show(self, size: int, checksum: int) -> ImageMark:
+        """See `Images`: one that stays in memory settles nothing that is owed to a disk."""
+        is_owed = self.is_owed and not self._is_due
+        mark = super().show(size, checksum)
+        self.is_owed = is_owed
+        return mark
+
     def make_due(self) -> None:
         """See `Images`."""
         mark = self._marks[self._slot]

@@ -38,6 +38,7 @@ class ReplicaStrategy(Copyable, Uncompressed):
 
     name = "replica"
     keeps_gradients = True
+    sends_shards = True
 
     def refuse(self, settings: Settings) -> None:
         """See `Strategy`."""

@@ -41,10 +41,10 @@ def test_short_memory_is_shared_between_the_ranks_of_a_machine() -> None:
     assert log_cap([NEED], NEED, room(100)) == NEED.least_log_bytes
 
 
-def test_a_log_leaves_room_for_the_life_after_a_crash_if_there_is_any() -> None:
-    assert log_cap([NEED], NEED, room(230)) == 50 * MIB
-    left = 230 * MIB - (NEED.residual_bytes + NEED.snapshot_bytes + 50 * MIB)
-    assert left == NEED.least_bytes
+def test_a_log_leaves_half_of_what_is_free_to_the_life_after_a_crash_if_that_is_enough() -> None:
+    assert log_cap([NEED], NEED, room(230)) == 35 * MIB
+    assert NEED.residual_bytes + NEED.snapshot_bytes + 35 * MIB == 115 * MIB
+    assert log_cap([NEED], NEED, room(360)) == NEED.log_bytes
     assert fits_twice([NEED], room(200))
     assert not fits_twice([NEED], room(199))
 

@@ -53,3 +53,14 @@ def test_a_kill_costs_no_step_and_every_step_since_the_older_image_comes_back(
     assert assert_recovered(loop, None, weights) == 40
     for step in range(40 - kept, 41):
         assert assert_recovered(loop, step, weights) == step
+
+
+def small(folder: Path, **settings: Any) -> Loop:
+    """A loop whose ring holds some steps of its small model alone."""
+    return loop_in(folder, **settings)
+
+
+def test_images_that_stay_in_memory_do_not_become_durable(tmp_path: Path) -> None:
+    with testing.limits(staging_chunk_bytes=64):
+        loop = loop_in(tmp_path, snapshot_every=12)
+        trained(loop, 12 * 3 + 1)
