@@ -1,14 +1,16 @@
-"""What a checkpoint at every step costs without compression: the same training with and without it.
+"""What a checkpoint at every step costs without compression: a replica, and gradients kept, beside training alone.
 
     python -m benches.bench_lowdiff_plus --out DIR [--smoke]
 
 The arms take turns step by step, in ABBA order, in one process, on equal models and equal batches; a
 twin of the arm without checkpoints is measured in the same way (A/A) and subtracted. The trainer has
-one core and one thread, replica and writer the others. For comparison a few steps each are followed by
-``torch.save`` and by ``torch.distributed.checkpoint.async_save``, which waits for the save before.
+one core and one thread, replica and writers the others. For comparison a few steps each are followed by
+``torch.save`` and by ``torch.distributed.checkpoint.async_save``, which waits for the save before. Two ranks that
+share all cores follow (``benches.kept_ranks``).
 
-At the end the replica is killed, the state is read back from its memory into fresh tensors, timed
-against a plain copy of as many bytes, and compared with the live state bit for bit.
+At the end all processes are killed, the state is read back from memory into fresh tensors, and compared with the
+live state bit for bit: the replica's is timed against a plain copy of as many bytes, the one that gradients lead to
+against reading their image and the optimizer's steps alone.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
+import logging
 import os
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +69,17 @@ from lowdiff.recovery.state import RecoveredState
 
 TARGET = 0.05
 RESTART_TARGET = 1.5
+#: Of gradients: one rank, two ranks, recovery, memory over what `attach` planned.
+GRADIENTS_TARGETS = {
+    "gradients_upper95": 0.04,
+    "gradients_two_ranks_upper95": 0.06,
+    "gradients_recovery_over_steps": 1.3,
+    "gradients_bytes_over_plan": 1.05,
+}
+_ROOT = Path(__file__).resolve().parents[1]
+#: Steps between images of gradients, of which all but so many are replayed at the end.
+_KEPT_EVERY, _SMOKE_KEPT_EVERY = 60, 12
+_NOT_REPLAYED = 10
 _MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64, dropout=0.0)
 _REPEATS = 15
@@ -76,8 +94,8 @@ class Bench:
         self._tokens = load_corpus().train
         self._batches = 0
         first = self.batch()
-        self.plain, self.twin, self.checked, self.saved = (
-            Trainee(self.config, first, seed=args.seed, fused=args.fused) for _ in range(4)
+        self.plain, self.twin, self.checked, self.kept, self.saved = (
+            Trainee(self.config, first, seed=args.seed, fused=args.fused) for _ in range(5)
         )
         self.checkpointer = lowdiff.Checkpointer(
             where.run,
@@ -87,17 +105,32 @@ class Bench:
         )
         self.checkpointer.attach(self.checked.model, self.checked.optimizer)
         self.checked.end_step = self.checkpointer.commit
+        self.kept_every = _SMOKE_KEPT_EVERY if args.smoke else _KEPT_EVERY
+        self.keeping = lowdiff.Checkpointer(
+            where.run.with_name("kept"),
+            strategy="gradients",
+            snapshot_every=self.kept_every,
+            staging=where.staging / "kept",
+            on_error="raise",
+        )
+        with planned() as plan:
+            self.keeping.attach(self.kept.model, self.kept.optimizer)
+        self.planned_bytes = plan[0]
+        self.kept.end_step = self.keeping.commit
 
-    def turns(self) -> tuple[list[Pair], list[Pair]]:
-        """Two A/B pairs and two A/A pairs on the same two batches."""
+    def turns(self) -> tuple[list[Pair], list[Pair], list[Pair]]:
+        """Two pairs each with a replica, with gradients kept, and of the twin, on the same two batches."""
         two = [self.batch(), self.batch()]
 
         def arm(trainee: Trainee) -> Callable[[], float]:
             batches = iter(two)
             return lambda: trainee.step(next(batches))
 
-        pairs = list(abba(arm(self.checked), arm(self.plain)))
-        return pairs, list(abba(arm(self.twin), arm(self.plain)))
+        replica, kept, twin = (
+            list(abba(arm(trainee), arm(self.plain)))
+            for trainee in (self.checked, self.kept, self.twin)
+        )
+        return replica, kept, twin
 
     def others(self, folder: Path, steps: int, cores: Sequence[int]) -> dict[str, list[float]]:
         """Seconds of steps that are followed by a full save, by the way of saving.
@@ -134,6 +167,11 @@ class Bench:
         dist.destroy_process_group()
         return found
 
+    @property
+    def keeping_step(self) -> int:
+        """The step of the arm that keeps gradients."""
+        return int(self.keeping.stats()["committed_step"])
+
     def batch(self) -> Batch:
         """The next batch."""
         self._batches += 1
@@ -146,6 +184,28 @@ class Bench:
             batch_size=self._args.sequences,
             context=self.config.context,
         )
+
+
+@contextmanager
+def planned() -> Iterator[list[int]]:
+    """What `attach` says inside that staging takes, in bytes."""
+    found: list[int] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said = re.search(r"takes up to ([0-9.]+) MiB", record.getMessage())
+            if said is not None:
+                found.append(int(float(said[1]) * (1 << 20)))
+
+    logger, handler = logging.getLogger("lowdiff"), Listening()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def copied(state: RecoveredState) -> list[torch.Tensor]:
@@ -192,18 +252,50 @@ def restart(trainee: Trainee, where: Places) -> tuple[float, float]:
         again = cloned(tensors)
         copying.append(time.perf_counter() - begun)
     assert same(again, tensors)
+    assert_recovered(state, trainee)
+    return statistics.median(reading), statistics.median(copying)
+
+
+def assert_recovered(state: RecoveredState, trainee: Trainee) -> None:
+    """The state has the bits of a live one."""
     live = dict(trainee.model.named_parameters())
     for name, tensor in state.tensors().items():
         assert same(tensor, live[name].detach()), f"{name} was not recovered"
     recovered_state, expected = state.optimizer_state_dict(), trainee.optimizer.state_dict()
     assert same(recovered_state["state"], expected["state"]), "the optimizer was not recovered"
-    return statistics.median(reading), statistics.median(copying)
 
 
-def staged_bytes(where: Places) -> int:
+def replayed(bench: Bench, where: Places, newest: int, update: float) -> tuple[float, float]:
+    """Seconds to recover the newest step from kept gradients; to read their image and make the steps alone.
+
+    Args:
+        bench: Its gradients are dead by now.
+        where: Its folders.
+        newest: The newest step.
+        update: Seconds of one step of the optimizer.
+    """
+    run, staging = where.run.with_name("kept"), where.staging / "kept"
+    image = newest - newest % bench.kept_every
+    options = ReplayOptions(num_workers=1)
+    whole, base = [], []
+    for _ in range(_REPEATS // 3):
+        take_memory_anew()
+        begun = time.perf_counter()
+        state = recover(run, staging=staging, options=options)
+        whole.append(time.perf_counter() - begun)
+        assert state.step == newest
+        assert_recovered(state, bench.kept)
+        del state
+        take_memory_anew()
+        base.append(timed(lambda: recover(run, image, staging=staging, options=options)))
+    steps = newest - image
+    return statistics.median(whole), statistics.median(base) + steps * update
+
+
+def staged_bytes(folder: Path) -> int:
     """What lies in memory files now."""
     sizes = []
-    for path in where.staging.rglob("*"):
+    for path in folder.rglob("*"):
         try:
             sizes.append(path.stat().st_blocks * 512 if path.is_file() else 0)
         except FileNotFoundError:  # an image that was given back
@@ -225,15 +317,32 @@ def wait_for_replica(bench: Bench) -> None:
 def after_a_crash(bench: Bench, where: Places) -> tuple[float, float]:
     """End all processes but this one, and see what `restart` finds; checkpointing changed nothing."""
     wait_for_replica(bench)
-    lowdiff.testing.kill(bench.checkpointer)
+    for checkpointer in (bench.checkpointer, bench.keeping):
+        lowdiff.testing.kill(checkpointer)
     seconds = restart(bench.checked, where)
     for twin, checked in zip(
         bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True
     ):
         assert same(twin.detach(), checked.detach()), "checkpointing changed training"
-    for trainee in (bench.plain, bench.twin, bench.checked):
+    for trainee in (bench.plain, bench.twin, bench.checked, bench.kept):
         trainee.assert_sane()
     return seconds
+
+
+def pairs_of_two_ranks(args: argparse.Namespace, where: Places) -> dict[str, list[Pair]]:
+    """Pairs of seconds of a training of two ranks, by arm; see `benches.kept_ranks`."""
+    folder = where.run.with_name("two")
+    folder.mkdir(parents=True)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(folder), str(where.staging / "two"), str(args.pairs)]
+    subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "benches.kept_ranks", *words]
+        + (["--smoke"] if args.smoke else []),
+        cwd=_ROOT,
+        check=True,
+    )
+    found: dict[str, list[Pair]] = json.loads((folder / "pairs.json").read_text())
+    return found
 
 
 def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Result:
@@ -244,20 +353,24 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     bench = Bench(args, where)
     bench.turns()  # the replica starts with the first step
     stats = bench.checkpointer.stats()
-    for process in (stats["replica_pid"], stats["writer_pid"]):
+    keeper = bench.keeping.stats()["writer_pid"]
+    for process in (stats["replica_pid"], stats["writer_pid"], keeper):
         pin(cores[1:] or cores, process)
     for _ in range(args.warm_up_pairs // 2):
         bench.turns()
     wait_for_replica(bench)
     before = bench.checkpointer.stats()
     pairs: list[Pair] = []
+    kept_pairs: list[Pair] = []
     null_pairs: list[Pair] = []
-    memory, lags = [], []
+    memory, kept_memory, lags = [], [], []
     for done in range(0, args.pairs, 2):
-        measured, null = bench.turns()
+        measured, kept, null = bench.turns()
         pairs += measured
+        kept_pairs += kept
         null_pairs += null
-        memory.append(staged_bytes(where))
+        kept_memory.append(staged_bytes(where.staging / "kept"))
+        memory.append(staged_bytes(where.staging) - kept_memory[-1])
         lags.append(bench.checkpointer.stats()["replica_lag_steps"])
         if done % 10 == 0:
             print(f"pair {done} of {args.pairs}: {pairs[-1][0]:.3f} s, {pairs[-1][1]:.3f} s")
@@ -266,9 +379,20 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
         others = bench.others(Path(folder), args.others, cores)
     pin(cores[:1])
+    while bench.keeping_step % bench.kept_every != bench.kept_every - _NOT_REPLAYED:
+        bench.kept.step(bench.batch())
+    newest = bench.keeping_step
     reading, copying = after_a_crash(bench, where)
     update = update_seconds(bench.plain)
+    replaying, steps_alone = replayed(bench, where, newest, update)
+    pin(cores)
+    two_ranks = pairs_of_two_ranks(args, where)
     estimate = overhead(pairs, null_pairs, seed=args.seed)
+    of_gradients = overhead(kept_pairs, null_pairs, seed=args.seed)
+    of_two = {
+        arm: overhead(two_ranks[arm], two_ranks["twin"], seed=args.seed)
+        for arm in ("replica", "gradients")
+    }
     model_bytes = sum(p.nbytes for p in bench.checked.model.parameters())
     step = statistics.median(plain for _, plain in pairs)
     return Result(
@@ -284,6 +408,9 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
         machine=facts,
         samples={
             "checkpointed_and_plain_seconds": pairs,
+            "gradients_and_plain_seconds": kept_pairs,
+            "two_ranks": two_ranks,
+            "gradients_staging_bytes": kept_memory,
             "twin_and_plain_seconds": null_pairs,
             **{f"{name}_seconds": values for name, values in others.items()},
             "staging_bytes": memory,
@@ -308,6 +435,16 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
             "restart_seconds": reading,
             "copy_seconds": copying,
             "restart_over_copy": reading / copying,
+            "gradients_median": of_gradients.median,
+            "gradients_upper95": of_gradients.upper95,
+            "gradients_two_ranks_median": of_two["gradients"].median,
+            "gradients_two_ranks_upper95": of_two["gradients"].upper95,
+            "replica_two_ranks_median": of_two["replica"].median,
+            "replica_two_ranks_upper95": of_two["replica"].upper95,
+            "gradients_recovery_seconds": replaying,
+            "gradients_recovery_over_steps": replaying / steps_alone,
+            "gradients_bytes_over_plan": max(kept_memory) / bench.planned_bytes,
+            "gradients_planned_bytes": bench.planned_bytes,
             "model_bytes": model_bytes,
             "largest_staging_bytes": max(memory),
             # Parameters and two moments; images come and go.
@@ -323,7 +460,8 @@ def draw(axes: Axes, result: Result) -> None:
     plain = statistics.median(p for _, p in result.samples["checkpointed_and_plain_seconds"])
     rows: list[tuple[str, list[float], str]] = [
         ("without against without (A/A)", excess(result.samples["twin_and_plain_seconds"]), MUTED),
-        ("LowDiff+", excess(result.samples["checkpointed_and_plain_seconds"]), BLUE),
+        ("replica (LowDiff+)", excess(result.samples["checkpointed_and_plain_seconds"]), BLUE),
+        ("gradients", excess(result.samples["gradients_and_plain_seconds"]), BLUE),
         *(
             (name, [s / plain - 1 for s in result.samples[f"{name}_seconds"]], INK)
             for name in ("async_save", "torch.save")
@@ -365,6 +503,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, bound, target in (
         ("overhead, upper 95 % bound", summary["overhead_upper95"], TARGET),
         ("restart over a plain copy", summary["restart_over_copy"], RESTART_TARGET),
+        *((name, summary[name], target) for name, target in GRADIENTS_TARGETS.items()),
     ):
         verdict = "met" if bound <= target else "MISSED"
         print(f"{name}: {bound:.3f}, target {target}: {verdict}")
