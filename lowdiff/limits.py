@@ -17,6 +17,7 @@ PLACES = {
     "fast_replica_elements": "lowdiff.protect.replica.strategy._FAST_ELEMENTS",
     "first_replay_window_bytes": "lowdiff.recovery.replay.replayer._FIRST_WINDOW_BYTES",
     "image_piece_bytes": "lowdiff.recovery.images._PIECE_BYTES",
+    "kept_intervals": "lowdiff.protect.gradients.strategy._INTERVALS",
     "lease_look_seconds": "lowdiff.persistence.files.lease._POLL_SECONDS",
     "least_body_steps": "lowdiff.attach.memory._LEAST_STEPS",
     "load_batch_bytes": "lowdiff.recovery.load._BATCH_BYTES",

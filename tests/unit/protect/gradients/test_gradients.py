@@ -2,65 +2,269 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lowdiff import testing
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.image import ImageFile
+from lowdiff.persistence.staging.budget import Room
 from lowdiff.recovery import recover
+from lowdiff.recovery.inspect.inspection import inspect
+from lowdiff.recovery.sources.folders import kept_marks
 from tests.unit.loops import Loop
 
-SETTINGS: dict[str, Any] = {"compressor": None, "strategy": "gradients", "snapshot_every": 1000}
+Weights = dict[int, dict[str, torch.Tensor]]
+
+
+class Killed(BaseException):
+    """The process was killed here."""
+
+
+@pytest.fixture
+def six_steps() -> Iterator[None]:
+    """The least memory: gradients of six steps, of the small model one a chunk."""
+    with testing.limits(staging_chunk_bytes=64, kept_intervals=0):
+        yield
 
 
 def loop_in(folder: Path, **settings: Any) -> Loop:
-    return Loop(folder, settings=SETTINGS | settings)
+    kept = {"compressor": None, "strategy": "gradients", "snapshot_every": 1000}
+    return Loop(folder, settings=kept | settings)
 
 
-def trained(loop: Loop, until: int) -> dict[int, dict[str, torch.Tensor]]:
-    """Train and commit; returns the weights of every step."""
-    start = loop.attach()
-    weights = {start: loop.weights()}
-    for number in range(start, until):
+def go_on(loop: Loop, weights: Weights, until: int) -> None:
+    """Make steps, and note the weights of each."""
+    for number in range(max(weights), until):
         loop.step(number)
         loop.checkpointer.commit()
         weights[number + 1] = loop.weights()
-    loop.settle()
+
+
+def trained(loop: Loop, until: int) -> Weights:
+    """Attach and train; returns the weights of every step."""
+    weights = {loop.attach(): loop.weights()}
+    go_on(loop, weights, until)
     return weights
 
 
-def assert_recovered(
-    loop: Loop, step: int | None, weights: dict[int, dict[str, torch.Tensor]]
-) -> int:
+def assert_recovered(loop: Loop, weights: Weights, step: int | None = None) -> int:
+    """A step, or the newest, comes back; returns it."""
     state = recover(loop.folder / "run", step, staging=loop.folder / "staging")
     found = state.model_state_dict()
     for name, value in weights[state.step].items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(found[name], value), (state.step, name)
     return state.step
 
 
+def stage_of(loop: Loop) -> StagingFolder:
+    return max(StagingFolder.all(loop.folder / "staging"), key=lambda stage: stage.incarnation)
+
+
+def flip(path: Path, place: float) -> None:
+    """Change a bit."""
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 4
+    path.write_bytes(content)
+
+
 def test_a_kill_costs_no_step_and_every_step_since_the_older_image_comes_back(
-    tmp_path: Path,
+    tmp_path: Path, six_steps: None
 ) -> None:
-    with testing.limits(staging_chunk_bytes=64):
-        loop = loop_in(tmp_path, snapshot_every=12)
-        weights = trained(loop, 40)
-        stats = loop.checkpointer.stats()
-        loop.die()
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 40)
+    stats = loop.checkpointer.stats()
+    loop.die()
     kept = stats["kept_steps"]
-    assert 12 <= kept < 40
-    assert assert_recovered(loop, None, weights) == 40
+    assert 2 <= kept <= 6
+    assert stats["ring_fill"] == kept / 6
+    assert stats["durable_snapshot"] == 0
+    assert stats["snapshots"] > 10  # which stayed in memory
+    assert assert_recovered(loop, weights) == 40
     for step in range(40 - kept, 41):
-        assert assert_recovered(loop, step, weights) == step
+        assert assert_recovered(loop, weights, step) == step
+    found = inspect(loop.folder / "run", staging=loop.folder / "staging")
+    assert [(r.first, r.last) for r in found.recoverable_ranges] == [(0, 0), (40 - kept, 40)]
 
 
-def small(folder: Path, **settings: Any) -> Loop:
-    """A loop whose ring holds some steps of its small model alone."""
-    return loop_in(folder, **settings)
+def test_a_run_goes_on_from_memory_with_the_bits_of_one_that_nobody_killed(
+    tmp_path: Path, six_steps: None
+) -> None:
+    whole = loop_in(tmp_path / "whole")
+    expected = trained(whole, 25)
+    whole.checkpointer.close()
+    for number in (9, 16):
+        loop = loop_in(tmp_path)
+        trained(loop, number)
+        loop.die()
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 25)
+    assert min(weights) == 16
+    for name, value in expected[25].items():
+        assert torch.equal(weights[25][name], value)
+    loop.checkpointer.close()
+    assert not list(StagingFolder.all(tmp_path / "staging"))
+    assert recover(tmp_path / "run").step == 25
 
 
-def test_images_that_stay_in_memory_do_not_become_durable(tmp_path: Path) -> None:
-    with testing.limits(staging_chunk_bytes=64):
-        loop = loop_in(tmp_path, snapshot_every=12)
-        trained(loop, 12 * 3 + 1)
+def test_images_become_durable_at_the_interval_and_at_the_end(
+    tmp_path: Path, six_steps: None
+) -> None:
+    loop = loop_in(tmp_path, snapshot_every=5)
+    weights = trained(loop, 12)  # of step 12 there is an image that stays in memory
+    assert loop.checkpointer.stats()["snapshot_step"] == 12
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] == 10)
+    loop.checkpointer.close()
+    assert assert_recovered(loop, weights) == 12
+    assert assert_recovered(loop, weights, 5) == 5
+
+
+def test_with_little_to_keep_steps_lie_between_snapshots_that_are_durable(tmp_path: Path) -> None:
+    loop = loop_in(tmp_path, snapshot_every=5)
+    weights = trained(loop, 23)
+    assert loop.checkpointer.stats()["kept_steps"] == 23 - 15
+    loop.die()
+    assert assert_recovered(loop, weights) == 23
+    assert assert_recovered(loop, weights, 16) == 16
+
+
+def test_a_kill_in_the_middle_of_an_image_costs_nothing(
+    tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 9)
+    stage = ImageFile.stage
+
+    def torn(file: ImageFile, tensors: Any, num_threads: int = 1) -> tuple[int, int]:
+        size, _ = stage(file, tensors, num_threads)
+        with file._path.open("r+b") as opened:
+            opened.seek(200)
+            opened.write(bytes(size - 200))
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile, "stage", torn)
+        with pytest.raises(Killed):
+            go_on(loop, weights, 20)
+    weights[max(weights) + 1] = loop.weights()  # which was staged before its image
+    loop.die()
+    assert assert_recovered(loop, weights) == max(weights)
+
+
+@pytest.mark.parametrize("place", [0.3, 0.9])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_damaged_image_costs_no_step(
+    tmp_path: Path, six_steps: None, place: float, is_newer: bool
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 21)
+    loop.die()
+    stage = stage_of(loop)
+    steps = {mark.step: slot for slot, mark in kept_marks(stage)}
+    assert sorted(steps) == [18, 20]
+    flip(stage.kept(steps[20 if is_newer else 18]), place)
+    assert assert_recovered(loop, weights) == 21
+
+
+def test_a_damaged_slot_of_the_ring_ends_recovery_before_it(
+    tmp_path: Path, six_steps: None
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 21)
+    image = loop.checkpointer.stats()["snapshot_step"]
+    assert image == 20
+    loop.die()
+    stage = stage_of(loop)
+    flip(stage.chunks()[-1][1], 0.5)  # of step 21
+    assert assert_recovered(loop, weights) == 20
+    assert assert_recovered(loop, weights, 19) == 19
+
+
+def test_steps_that_are_larger_than_was_planned_cost_older_ones_and_then_snapshots(
+    tmp_path: Path, six_steps: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_in(tmp_path)
+    large = torch.zeros(20_000)
+    loop.model.register_buffer("large", large)
+    weights = {loop.attach(): loop.weights()}
+    with caplog.at_level(logging.WARNING, "lowdiff"):
+        for number in range(12):
+            large += 1.0
+            go_on(loop, weights, number + 1)
+    assert "LD121" in caplog.text
+    loop.die()
+    assert assert_recovered(loop, weights) == 12
+
+
+def test_what_else_writes_costs_a_snapshot_and_loses_nothing(
+    tmp_path: Path, six_steps: None
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 7)
+    loop.optimizer.state_dict()["state"][0]["exp_avg"].mul_(2.0)
+    go_on(loop, weights, 8)
+    assert loop.checkpointer.stats()["durable_snapshot"] == 8
+    go_on(loop, weights, 9)
+    loop.die()
+    assert assert_recovered(loop, weights) == 9
+
+
+def test_staging_that_vanishes_is_made_anew(tmp_path: Path, six_steps: None) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 9)
+    shutil.rmtree(stage_of(loop).root)
+    go_on(loop, weights, 15)
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] >= 10)
+    loop.die()
+    assert assert_recovered(loop, weights) == 15
+
+
+@pytest.mark.parametrize("name", ["replica", "survivors", "log"])
+def test_a_run_may_change_its_strategy(tmp_path: Path, name: str) -> None:
+    other: dict[str, Any] = {"strategy": name, "compressor": TopK(0.1) if name == "log" else None}
+    for number, settings in enumerate(({}, other, {})):
+        loop = loop_in(tmp_path, **settings)
+        weights = trained(loop, 4 * number + 5)
+        assert min(weights) in ((0, 5, 9)[number], 5)
+        if name == "survivors" and number == 1:
+            loop.checkpointer.close()
+        else:
+            loop.die()
+    assert assert_recovered(loop, weights) == 13
+
+
+def test_every_step_of_a_body_comes_back_together(tmp_path: Path, six_steps: None) -> None:
+    with testing.limits(most_body_steps=4, least_body_steps=4):
+        loop = loop_in(tmp_path, optimizer_steps="any")
+        weights = {loop.attach(): loop.weights()}
+        for number in range(9):
+            for part in range(number % 4 + 1):
+                loop.step(10 * number + part)
+            loop.checkpointer.commit()
+            weights[number + 1] = loop.weights()
+        loop.die()
+    assert assert_recovered(loop, weights) == 9
+    assert assert_recovered(loop, weights, 8) == 8
+
+
+def test_too_little_memory_is_refused_with_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.attach.memory.room_at", lambda root: Room(root, 2 << 20, None))
+        with pytest.raises(ConfigError, match=r"staging needs .*docker: --shm-size"):
+            loop.attach()
+
+
+def test_a_compressor_does_not_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves gradients as they are; give no compressor"):
+        loop_in(tmp_path, compressor=TopK(0.1))
