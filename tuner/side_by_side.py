@@ -35,8 +35,9 @@ from lowdiff.tuner.just_in_time import (
 
 #: Of a step, with a 10.8 M parameter GPT on CPUs: ``overhead_median`` of docs/results/overhead.json.
 LOG_OVERHEAD_SHARE = 0.041
-#: Likewise, of docs/results/lowdiff_plus.json.
+#: Likewise, of docs/results/lowdiff_plus.json: ``overhead_median`` and ``gradients_median``, images included.
 REPLICA_OVERHEAD_SHARE = 0.048
+GRADIENTS_OVERHEAD_SHARE = 0.02
 #: What a replica, on one CPU, takes for Adam: measured beside an H200 (docs/benchmarks.md, "The first run").
 REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
@@ -63,11 +64,12 @@ class Assumptions:
         survivors_overhead_share: Likewise, snapshots not included.
         all_at_once_share: Share of the failures that leave all memory, but no rank alive, so that nobody
             saves the state.
-        snapshot_every: Steps between full snapshots of replica and survivors.
+        snapshot_every: Steps between full snapshots of gradients, replica and survivors.
         save_seconds: Time of one ``torch.save``; None: rank 0 writes the whole state to its node's disk.
         copies: On how many nodes everything lies in memory, its own included.
         copies_overhead_share: Seconds that copies on other nodes add to a second of training; None: as
             measured, for each strategy.
+        gradients_overhead_share: Seconds that gradients in memory, and images there, add to a second of training.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -81,9 +83,10 @@ class Assumptions:
     save_seconds: float | None = None
     copies: int = 1
     copies_overhead_share: float | None = None
+    gradients_overhead_share: float = GRADIENTS_OVERHEAD_SHARE
 
     def __post_init__(self) -> None:
-        for name in ("log", "replica", "survivors", "copies"):
+        for name in ("log", "gradients", "replica", "survivors", "copies"):
             share = getattr(self, f"{name}_overhead_share")
             if share is not None and not 0 <= share < math.inf:
                 raise ConfigError(f"the overhead of {name} is a share, at least 0, got {share}")
@@ -157,7 +160,7 @@ def replica_overhead_share(elements_of_rank: float, step_seconds: float) -> floa
 def side_by_side(
     costs: Costs, rates: FailureRates, setting: Setting, assumed: Assumptions, *, num_nodes: int
 ) -> SideBySide:
-    """Weigh ``torch.save`` and the strategies log, replica and survivors for one job.
+    """Weigh ``torch.save`` and lowdiff's strategies for one job.
 
     Args:
         costs: Costs of the job with strategy log.
@@ -172,7 +175,8 @@ def side_by_side(
         *(wasted_share(w(gang)) for w in (periodic_waste, user_level_waste, transparent_waste))
     )
     return SideBySide(
-        (_periodic(job), _log(job, setting), _replica(job), _survivors(job)), published
+        (_periodic(job), _log(job, setting), _gradients(job), _replica(job), _survivors(job)),
+        published,
     )
 
 
@@ -221,7 +225,7 @@ class _Job:
 
     @property
     def snapshot_every(self) -> int:
-        """Steps between snapshots of replica and survivors: no more often than the disk takes them."""
+        """Steps between snapshots of gradients, replica and survivors: no more often than the disk takes them."""
         written = math.ceil(snapshot_write_seconds(self.plain) / self.plain.step_seconds)
         return max(self.assumed.snapshot_every, written)
 
@@ -311,6 +315,25 @@ def _log(job: _Job, setting: Setting) -> Row:
         lost=steps * loop_seconds(costs, f, b),
         restart=(1 - job.node_share) * from_disk + job.node_share * after_node,
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
+    )
+
+
+def _gradients(job: _Job) -> Row:
+    # A rank that makes a copy writes another's gradients beside its own.
+    copies = job.copies_overhead(job.assumed.gradients_overhead_share)
+    overhead = job.assumed.gradients_overhead_share + copies
+    step = (1 + overhead) * job.plain.step_seconds
+    fallen = 0.0 if job.has_copies else job.node_share
+    # Half an interval is replayed on the image, which is taken that often or, where memory is short, more often.
+    replay = job.plain.replay_seconds * (job.snapshot_every - 1) / 2
+    in_memory = job.plain.restart_seconds + job.read_seconds + replay
+    return job.row(
+        "gradients",
+        f"f = {job.snapshot_every:,}{_copies(job)}",
+        overhead=overhead,
+        lost=(1 - fallen) * step / 2 + fallen * job.back_to_snapshot_seconds(step),
+        restart=(1 - fallen) * in_memory + fallen * job.from_disk_seconds,
+        bytes_per_day=_snapshot_bytes_per_day(job, step),
     )
 
 

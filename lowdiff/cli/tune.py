@@ -56,6 +56,15 @@ ReplicaOverhead = Annotated[
         "CPUs, see docs/benchmarks.md; `plan` counts with more where a CPU cannot apply steps of that size in time.",
     ),
 ]
+GradientsOverhead = Annotated[
+    float,
+    Option(
+        min=0,
+        metavar="P",
+        help="What strategy gradients adds to a step, with its images; the default was measured on a CPU, see "
+        "docs/benchmarks.md.",
+    ),
+]
 SurvivorsOverhead = Annotated[
     float,
     Option(
@@ -80,7 +89,7 @@ SnapshotEvery = Annotated[
     Option(
         min=1,
         metavar="STEPS",
-        help="Between full snapshots of strategies replica and survivors; those of log are recommended.",
+        help="Between full snapshots of strategies gradients, replica and survivors; those of log are recommended.",
     ),
 ]
 SaveTime = Annotated[
@@ -131,6 +140,7 @@ def tune(
     per_hour: PerHour = None,
     total: Total = None,
     failure_shape: FailureShape = 1.0,
+    gradients_overhead: GradientsOverhead = 0.02,
     replica_overhead: ReplicaOverhead = 0.048,
     survivors_overhead: SurvivorsOverhead = 0.006,
     all_at_once: AllAtOnce = 0.05,
@@ -169,6 +179,7 @@ def tune(
             all_at_once=all_at_once,
             snapshot_every=snapshot_every,
             save_time=save_time,
+            gradients_overhead=gradients_overhead,
         ),
         curves=curves_of(lost_tail),
     )
@@ -262,6 +273,7 @@ def plan(
             "strategies alone, was measured on CPUs, see docs/benchmarks.md.",
         ),
     ] = 0.041,
+    gradients_overhead: GradientsOverhead = 0.02,
     replica_overhead: ReplicaOverhead = 0.048,
     survivors_overhead: SurvivorsOverhead = 0.006,
     all_at_once: AllAtOnce = 0.05,
@@ -327,6 +339,7 @@ def plan(
             all_at_once=all_at_once,
             snapshot_every=snapshot_every,
             save_time=save_time,
+            gradients_overhead=gradients_overhead,
             copies=copies,
             copies_overhead=copies_overhead,
         ),

@@ -86,6 +86,7 @@ def assumptions_of(
     all_at_once: float,
     snapshot_every: int,
     save_time: str | None,
+    gradients_overhead: float,
     copies: int = 1,
     copies_overhead: float | None = None,
 ) -> Assumptions:
@@ -99,6 +100,7 @@ def assumptions_of(
         save_seconds=None if save_time is None else units.seconds(save_time),
         copies=copies,
         copies_overhead_share=copies_overhead,
+        gradients_overhead_share=gradients_overhead,
     )
 
 
@@ -150,11 +152,11 @@ def question_of_run(
     run_id = read_run_id(folder)
     fences = {number: path for number, _, path in folder.fences()}
     fence = read_fence(fences[max(fences)]) if fences else None  # of any rank
-    if fence is not None and fence.compressor["name"] == "dense":
+    if fence is not None and not fence.logs_steps:
         raise ConfigError(
-            f"{run} was trained without a compressor (LowDiff+): its replica makes the snapshots and "
-            "batch_size has no effect, so there is nothing to tune; snapshot_every bounds what the "
-            "loss of the machine costs, at most 2 * snapshot_every steps"
+            f"{run} was trained without a compressor, by strategy {fence.strategy}: batch_size has no effect there, so "
+            "there is nothing to tune; snapshot_every bounds what the loss of the machine costs, at most "
+            "2 * snapshot_every steps"
         )
     policy = read_journal(folder, run_id).policy
     documents = _documents(folder, run_id, staging)

@@ -194,7 +194,13 @@ def test_strategies_stand_side_by_side(command: Command, tmp_path: Path) -> None
     text = command(*PLAN, "--html", page).out
     found = json.loads(command(*PLAN, "--json").out)["side_by_side"]
     rows = found["rows"]
-    assert [row["name"] for row in rows] == ["torch.save", "log", "replica", "survivors"]
+    assert [row["name"] for row in rows] == [
+        "torch.save",
+        "log",
+        "gradients",
+        "replica",
+        "survivors",
+    ]
     for row in rows:
         cells = [row["name"], f"{row['overhead_share']:.2%}", f"{row['wasted_share']:.3%}"]
         assert re.search(r"\s.+\s".join(map(re.escape, cells)), text)
@@ -215,9 +221,12 @@ def test_what_the_table_assumes_can_be_given(command: Command) -> None:
     assert any("--log-overhead" in text for text in usual["warnings"])
     given = document(
         *("--log-overhead", "0.1", "--replica-overhead", "0.2", "--survivors-overhead", "0.3"),
+        *("--gradients-overhead", "0.15"),
         *("--all-at-once", "0.4", "--snapshot-every", "7", "--save-time", "9s"),
     )
-    assert given["side_by_side"]["assumptions"] == asdict(Assumptions(0.1, 0.2, 0.3, 0.4, 7, 9.0))
+    assert given["side_by_side"]["assumptions"] == asdict(
+        Assumptions(0.1, 0.2, 0.3, 0.4, 7, 9.0, gradients_overhead_share=0.15)
+    )
     # Then all of the plan goes by what logging takes.
     assert given["estimates"]["differential_seconds"]["source"] == "given"
     assert given["waste_terms"]["differentials"] == pytest.approx(0.1)
@@ -243,7 +252,7 @@ def test_copies_are_reported_on(command: Command, tmp_path: Path) -> None:
         assert "2 at once: 93.33%" in words
     assert any("--copies-overhead" in note for note in document["warnings"])
     details = [row["detail"] for row in document["side_by_side"]["rows"]]
-    assert [detail.endswith(", 2 copies") for detail in details] == [False, True, True, False]
+    assert [detail.endswith(", 2 copies") for detail in details] == [False, True, True, True, False]
 
 
 @pytest.mark.slow
