@@ -49,9 +49,10 @@ from lowdiff.model.items import Stateful
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.replicas import replicas_of
 from lowdiff.persistence.files.paths import user_path
+from lowdiff.persistence.staging.budget import DoesNotFit
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.writer.handle import WaitingWriter
-from lowdiff.protect import chosen, strategy_of
+from lowdiff.protect import chosen, strategy_of, usual_for, usual_without_memory
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
@@ -244,6 +245,7 @@ class Checkpointer:
             run=user_path("run", run).absolute(),
             compressor=protector.compressor(compressor, reproducible=reproducible),
             strategy=protector.name,
+            is_usual=strategy is None and compressor is None,
             **cadence(snapshot_every, batch_size, tuning),
             staging=None if staging is None else user_path("staging", staging).absolute(),
             store=store,
@@ -345,6 +347,7 @@ class Checkpointer:
                 attached = describe(model, bare_optimizers(optimizer))
             attached = of_all_ranks(attached, ranks)
             with ranks.together():
+                self._settings = usual_for(self._settings, on_host=attached.is_on_host)
                 self._close_earlier()
                 refuse_foreign_descriptor()
                 attached = self._hooked(attached, replicate, ranks)
@@ -360,7 +363,13 @@ class Checkpointer:
             )
             hook = self.hook_state if is_hooked else None
             asked = Asked(self._settings, wish, hook, _in_place.get())
-            opened = open_session(asked, attached, objects, ranks)
+            try:
+                opened = open_session(asked, attached, objects, ranks)
+            except DoesNotFit as error:
+                with ranks.together():
+                    self._settings = usual_without_memory(self._settings, error, ranks.rank)
+                asked = replace(asked, settings=self._settings)
+                opened = open_session(asked, attached, objects, ranks)
         self._opened, self._detached = opened, None
         self._plain_loaders = loaders
         _attached[self._key] = self

@@ -42,6 +42,7 @@ class Settings:
         snapshot_every: Steps between full snapshots (``f``).
         batch_size: Differentials per durable write (``b``).
         strategy: What protects its steps, by name; see `lowdiff.protect`.
+        is_usual: Whether nobody chose it, so that another one may be taken for what is attached.
         staging: Folder for the staging logs of all runs; None for the default one in memory (tmpfs).
         retention: Which steps stay; None keeps everything.
         store: URL of the run in an object store; None for none.
@@ -75,6 +76,7 @@ class Settings:
     snapshot_every: int
     batch_size: int
     strategy: str = "log"
+    is_usual: bool = False
     staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None

@@ -201,7 +201,7 @@ def test_strategies_are_named_where_they_are_chosen_told_or_compared_for_users()
         for top in tops
         for path in (ROOT / top).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in ("replica", "survivors")
+        if isinstance(node, ast.Constant) and node.value in ("gradients", "replica", "survivors")
     }
     elsewhere = {path for path in naming if not path.startswith("lowdiff/protect/")}
     assert naming - elsewhere

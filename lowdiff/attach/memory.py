@@ -15,6 +15,7 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.staging.budget import (
+    DoesNotFit,
     StagingNeed,
     existing_part,
     fits_twice,
@@ -45,7 +46,7 @@ def agree_on_memory(
         has_staged: Whether this machine holds staged records of the run, which must be found.
 
     Raises:
-        ConfigError: If it cannot fit.
+        DoesNotFit: If it cannot; on all ranks.
     """
     layout, root = given.attached.layout, settings.staging_root
     trained = [trained_by(layout, rank).indices for rank in range(ranks.world_size)]
@@ -93,14 +94,24 @@ def node_of(settings: Settings, ranks: Ranks) -> Node:
 
 
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
-    """Return how long this rank's log may become, and whether a second life has no room."""
+    """Return how long this rank's log may become, and whether a second life has no room.
+
+    Raises:
+        DoesNotFit: If it does not fit on some rank; on all of them.
+    """
     with ranks.together():
         room = room_at(root)
         place = [socket.gethostname(), os.stat(existing_part(root)).st_dev]
     told = ranks.gather([place, *astuple(need)])
     here = [StagingNeed(*numbers) for theirs, *numbers in told if theirs == place]
-    with ranks.together():
+    cap, refusal = 0, ""
+    try:
         cap = log_cap(here, need, room)
+    except DoesNotFit as error:
+        refusal = str(error)
+    # The same error on all: they may begin again together with a strategy that needs less.
+    for text in filter(None, ranks.gather(refusal)):
+        raise DoesNotFit(text)
     inform(
         f"staging at {root} takes up to "
         f"{(need.least_bytes - need.least_log_bytes + cap) / _MIB:.1f} MiB (residual "

@@ -19,6 +19,10 @@ _RESERVE = 0.05
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
+class DoesNotFit(ConfigError):
+    """Staging memory does not hold what a strategy needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class StagingNeed:
     """Staging memory that one rank needs, in bytes.
@@ -90,11 +94,11 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
     only once the next one has begun, which then finds as much.
 
     Raises:
-        ConfigError: If not even the least fits; names the missing bytes and the ways out.
+        DoesNotFit: If not even the least fits; names the missing bytes and the ways out.
     """
     least = sum(need.least_bytes for need in needs)
     if least > room.free_bytes:
-        raise ConfigError(
+        raise DoesNotFit(
             f"staging needs {_mib(least)} at {room.root} for {len(needs)} rank(s) of this machine "
             f"({_mib(sum(n.residual_bytes for n in needs))} residuals, "
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "

@@ -38,6 +38,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "residual": "replicated",
     },
+    "gradients": {"strategy": "gradients", "reproducible": True},
     "replica": {"strategy": "replica", "reproducible": True},
     # Parameters are sharded (FSDP2), so gradients and images are sent.
     "sharded": {"strategy": "replica"},

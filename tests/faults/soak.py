@@ -85,6 +85,7 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
             survivors, size(30, 2), world_size=3, places=("save",), seed=seed
         ),
         "2 nodes with a log": lambda: nodes(size(18, 2), strategy="cast", size=2),
+        "2 nodes with gradients": lambda: nodes(size(18, 2), strategy="gradients", size=2),
         "2 nodes with a replica": lambda: nodes(size(18, 2), strategy="replica", size=2),
         "3 nodes with shards": lambda: nodes(size(18, 2), strategy="sharded", size=3),
         "2 nodes, one disk": lambda: nodes(size(9, 2), strategy="cast", size=2, shares_disk=True),

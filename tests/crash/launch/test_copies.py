@@ -44,7 +44,7 @@ def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
 @pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [3, 100])
-@pytest.mark.parametrize("strategy", ["replica", "cast", "topk"])
+@pytest.mark.parametrize("strategy", ["gradients", "replica", "cast", "topk"])
 def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> None:
     found = lost(tmp_path / "lost", strategy, "--snapshot-every", every, victim=0)
     step = resumed(found)

@@ -52,9 +52,11 @@ def steps(folder: Path, rank: int) -> dict[int, list[Any]]:
     return {line[0]: line[1:] for line in lines(folder, rank) if line[0] != "resumed"}
 
 
-def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, features: str) -> None:
+def assert_a_kill_costs_nothing(
+    folder: Path, kind: str, optimizer: str, features: str, strategy: str
+) -> None:
     """Kill all ranks of a training, resume it, and compare it with one that nobody killed."""
-    words = kind, optimizer, UNTIL, "--features", features
+    words = kind, optimizer, UNTIL, "--features", features, "--strategy", strategy
     calm, torn = folder / "calm", folder / "torn"
     ended(life(calm, 0, *words))
     ranks = life(torn, 0, *words, "--die-at", DIES_AT)
@@ -95,10 +97,11 @@ def assert_a_kill_costs_nothing(folder: Path, kind: str, optimizer: str, feature
         ("hsdp", "loop", "accumulated,half,frozen,ema"),
     ],
 )
+@pytest.mark.parametrize("strategy", ["gradients", "replica"])
 def test_a_killed_rank_costs_no_committed_step(
-    tmp_path: Path, kind: str, optimizer: str, features: str
+    tmp_path: Path, kind: str, optimizer: str, features: str, strategy: str
 ) -> None:
-    assert_a_kill_costs_nothing(tmp_path, kind, optimizer, features)
+    assert_a_kill_costs_nothing(tmp_path, kind, optimizer, features, strategy)
 
 
 @pytest.mark.slow

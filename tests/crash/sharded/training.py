@@ -230,6 +230,7 @@ def main(*words: str) -> None:
     parser.add_argument("optimizer", choices=OPTIMIZERS)
     parser.add_argument("until", type=int)
     parser.add_argument("--features", default="")
+    parser.add_argument("--strategy", default="replica")
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--snapshot-every", type=int, default=4)
     parser.add_argument("--nodes", default="", help="of each rank, if it has copies on two")
@@ -253,7 +254,7 @@ def main(*words: str) -> None:
         place.mkdir(exist_ok=True)
     checkpointer = lowdiff.Checkpointer(
         place / "run",
-        strategy="replica",
+        strategy=args.strategy,
         snapshot_every=args.snapshot_every,
         staging=place / "staging",
         copies=2 if args.nodes else 1,

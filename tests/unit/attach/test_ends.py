@@ -140,7 +140,7 @@ def test_what_cannot_be_made_durable_in_time_is_said(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["log", "replica"])
+@pytest.mark.parametrize("strategy", ["log", "gradients", "replica"])
 def test_a_second_interrupt_ends_at_once(tmp_path: Path, strategy: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path), strategy, "interrupted"],
@@ -198,7 +198,7 @@ def goes_on(rank: int, world_size: int, folder: str, strategy: str) -> int:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("strategy", ["replica", "log", "survivors"])
+@pytest.mark.parametrize("strategy", ["gradients", "replica", "log", "survivors"])
 def test_each_rank_secures_its_own_share(pool: Pool, tmp_path: Path, strategy: str) -> None:
     with pytest.raises(JobFailed, match="ZeroDivisionError"):
         pool.run(fails, 2, str(tmp_path), strategy)

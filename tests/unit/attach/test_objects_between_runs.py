@@ -91,7 +91,7 @@ class Early(Warmup):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("strategy", ["log", "replica", "survivors"])
+@pytest.mark.parametrize("strategy", ["log", "gradients", "replica", "survivors"])
 def test_objects_are_given_their_state_before_they_are_asked_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str
 ) -> None:

@@ -94,7 +94,7 @@ def test_a_run_without_a_compressor_has_nothing_to_tune(command: Command, tmp_pa
     Loop(tmp_path, settings={"compressor": None}).run(4)
     result = command("tune", tmp_path / "run", "--mtbf", "4h")
     assert result.code == 2
-    assert "was trained without a compressor (LowDiff+)" in result.error
+    assert "was trained without a compressor, by strategy replica" in result.error
     assert "nothing to tune" in result.error
     assert "at most 2 * snapshot_every steps" in result.error
     Loop(tmp_path).run(6)  # goes on with one

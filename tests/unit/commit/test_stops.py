@@ -30,7 +30,8 @@ from tests.unit.loops import Loop, small_model, wait_until_lost
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "log": {},
-    "replica": {"compressor": None},
+    "gradients": {"compressor": None, "strategy": "gradients"},
+    "replica": {"compressor": None, "strategy": "replica"},
     "survivors": {"compressor": None, "strategy": "survivors"},
 }
 #: The stops of `Session._commit`, in its order.

@@ -20,7 +20,8 @@ UNTIL, THAWED = 12, 6
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"compressor": TopK(0.1)},
     "powersgd": {"compressor": PowerSGD(matrix_rank=2)},
-    "replica": {"compressor": None},
+    "gradients": {"compressor": None, "strategy": "gradients"},
+    "replica": {"compressor": None, "strategy": "replica"},
     "survivors": {"compressor": None, "strategy": "survivors"},
 }
 
@@ -51,7 +52,7 @@ def at_the_very_step(loop: Loop, number: int) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("dies_at", [3, THAWED - 1, THAWED, THAWED + 2])
-@pytest.mark.parametrize("strategy", ["topk", "powersgd", "replica"])
+@pytest.mark.parametrize("strategy", ["topk", "powersgd", "gradients", "replica"])
 def test_a_run_that_thaws_by_the_steps_number_is_exact_wherever_it_dies(
     tmp_path: Path, strategy: str, dies_at: int
 ) -> None:

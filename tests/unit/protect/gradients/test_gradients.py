@@ -14,12 +14,14 @@ import torch
 from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
+from lowdiff.model.binding import Attached
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.staging.budget import Room
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.sources.folders import kept_marks
+from tests.crash.lives import as_from_an_accelerator
 from tests.unit.loops import Loop
 
 Weights = dict[int, dict[str, torch.Tensor]]
@@ -268,3 +270,47 @@ def test_too_little_memory_is_refused_with_the_ways_out(
 def test_a_compressor_does_not_go_with_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves gradients as they are; give no compressor"):
         loop_in(tmp_path, compressor=TopK(0.1))
+
+
+@pytest.fixture
+def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The model says that it lies on an accelerator, and all that leaves it comes late."""
+    monkeypatch.setattr(Attached, "is_on_host", False)
+    with as_from_an_accelerator(1):
+        yield
+
+
+def test_on_an_accelerator_it_is_what_a_run_without_a_compressor_takes(
+    tmp_path: Path, on_an_accelerator: None
+) -> None:
+    loop = loop_in(tmp_path, strategy=None)
+    weights = trained(loop, 9)
+    loop.settle()
+    assert loop.checkpointer.stats()["kept_steps"] == 9
+    loop.die()
+    assert assert_recovered(loop, weights) == 9
+
+
+def test_on_an_accelerator_with_little_memory_survivors_are_taken_and_said(
+    tmp_path: Path,
+    on_an_accelerator: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = loop_in(tmp_path, strategy=None)
+    rooms = iter([2 << 20, 1 << 30])
+    monkeypatch.setattr("lowdiff.attach.memory.room_at", lambda root: Room(root, next(rooms), None))
+    with caplog.at_level(logging.WARNING, "lowdiff"):
+        trained(loop, 3)
+    assert "LD324: staging needs" in caplog.text
+    assert "kept_steps" not in loop.checkpointer.stats()
+    loop.checkpointer.close()
+
+
+def test_a_strategy_that_was_chosen_is_not_changed(
+    tmp_path: Path, on_an_accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_in(tmp_path)
+    monkeypatch.setattr("lowdiff.attach.memory.room_at", lambda root: Room(root, 2 << 20, None))
+    with pytest.raises(ConfigError, match="staging needs"):
+        loop.attach()

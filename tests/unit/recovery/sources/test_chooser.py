@@ -33,6 +33,7 @@ from tests.crash.trainings import batch, wrapped
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "log": {"compressor": Cast(), "batch_size": 64, "copies": 2},
+    "gradients": {"strategy": "gradients", "copies": 2},
     "replica": {"strategy": "replica", "copies": 2},
     "survivors": {"strategy": "survivors"},
 }
@@ -100,8 +101,15 @@ def kept(folder: str, name: str, rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-KINDS = [("replica", 2), ("log", 3), ("survivors", 2)]
-MORE_KINDS = [("replica", 1), ("log", 2), ("replica", 3), ("survivors", 3)]
+KINDS = [("gradients", 2), ("replica", 2), ("log", 3), ("survivors", 2)]
+MORE_KINDS = [
+    ("gradients", 3),
+    ("gradients", 1),
+    ("replica", 1),
+    ("log", 2),
+    ("replica", 3),
+    ("survivors", 3),
+]
 
 
 @pytest.fixture(
