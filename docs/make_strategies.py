@@ -31,7 +31,8 @@ class Strategy:
         name: As `Settings.strategy` has it.
         code: How it is chosen, as Markdown.
         keeps: In the picture, below the name.
-        is_logged: Whether every step since the older snapshot is kept, or the newest alone.
+        is_logged: Whether every step since the older snapshot becomes durable.
+        keeps_steps: Whether each step since then is in memory, instead of the newest alone.
         outlives: Whether the newest state lies in memory that outlives the processes.
         lost: Most steps that had ended on every rank and are lost, by the failures of `FAILURES`.
         choose: The first column of README's table.
@@ -43,6 +44,7 @@ class Strategy:
     code: str
     keeps: str
     is_logged: bool
+    keeps_steps: bool
     outlives: bool
     lost: tuple[int, int, int, int]
     choose: str
@@ -56,6 +58,7 @@ STRATEGIES = (
         code="`compressor=PowerSGD(4)`",
         keeps="each compressed gradient",
         is_logged=True,
+        keeps_steps=True,
         outlives=True,
         lost=(0, 0, 32, 32),
         choose="going back to any step",
@@ -63,10 +66,23 @@ STRATEGIES = (
         cost="+4 %, compressing; +49 ms",
     ),
     Strategy(
+        name="gradients",
+        code='`strategy="gradients"`',
+        keeps="each gradient as it is, beside two images",
+        is_logged=False,
+        keeps_steps=True,
+        outlives=True,
+        lost=(0, 0, 200, 200),
+        choose="training as it is, and any step back",
+        back="the last 100 to 200, in memory",
+        cost="+2 to 5 %; not run",
+    ),
+    Strategy(
         name="replica",
         code="no compressor",
         keeps="the newest state, in a process of its own",
         is_logged=False,
+        keeps_steps=False,
         outlives=True,
         lost=(0, 0, 200, 200),
         choose="training as it is",
@@ -78,6 +94,7 @@ STRATEGIES = (
         code='`strategy="survivors"`',
         keeps="nothing, until a process fails",
         is_logged=False,
+        keeps_steps=False,
         outlives=False,
         lost=(0, 100, 0, 200),
         choose="ranks that fail singly",
@@ -184,7 +201,7 @@ def _draw_heads(axes: Axes, colours: _Theme, num_lanes: int) -> None:
         )
     bottom = -0.7
     for x, mark, colour, style, text in (
-        (2.5, "|", colours.disk, "full", "a step of the log"),
+        (2.5, "|", colours.disk, "full", "a step, kept"),
         (18, "s", colours.disk, "full", "on disk"),
         (27, "s", colours.memory, "full", "in memory that outlives the processes"),
         (56, "s", colours.memory, "none", "in the processes, saved when one of them fails"),
@@ -203,11 +220,9 @@ def _draw_lane(axes: Axes, colours: _Theme, y: int, strategy: Strategy) -> None:
     )
     axes.text(2, y - 0.14, strategy.keeps, color=colours.muted, fontsize=7.6, va="center")
     axes.plot([_at(0), _at(NOW)], [y, y], color=colours.line, linewidth=1.2, zorder=0)
-    if strategy.is_logged:
-        for colour, first, end in (
-            (colours.disk, 2, NOW - AT_RISK),
-            (colours.memory, NOW - AT_RISK, NOW),
-        ):
+    if strategy.keeps_steps:
+        durable = NOW - AT_RISK if strategy.is_logged else 2
+        for colour, first, end in ((colours.disk, 2, durable), (colours.memory, durable, NOW)):
             steps = [_at(step) for step in range(first, end, 2)]
             axes.plot(
                 steps, [y] * len(steps), marker="|", color=colour, markersize=13,

@@ -56,6 +56,9 @@ _COUNTERS = {
 }
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
+    "kept_steps": "How many steps back gradients in memory lead.",
+    "kept_bytes": "Memory of gradients and of the images that they lead on from.",
+    "ring_fill": "Steps in memory over the steps that are planned for.",
     "pending_steps": "Steps that have ended and are on their way from an accelerator.",
     "durable_step": "Newest step of this rank that is fsynced.",
     "snapshot_step": "Newest full snapshot staged.",
