@@ -5,7 +5,7 @@
 The real code trains GPT-2 small (124.4 million elements in 148 tensors, DDP's buckets of 25 MB) on a device that only
 counts (`counted_device`): attach, steps, a snapshot. What cannot run without a driver is stood in for:
 gradients lie in place, DDP is a shell with its buckets, autocast and scaler are what they leave behind (gradients in
-float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), no compressor, survivors; PowerSGD also with clipping;
+float32, a scale, an overflow flag). Arms: top-k 1 %, PowerSGD(4), gradients, survivors; PowerSGD also with clipping;
 top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two backward passes, a batch norm and a learning
 rate that lie on the device, and its hook among eight ranks.
 
@@ -51,7 +51,7 @@ BUCKET_BYTES = (1 << 20, 25 << 20)
 WARM_UP = 4
 #: Those that are; in a smoke run fewer, and of fewer arms.
 STEPS, SMOKE_STEPS = 17, 3
-SMOKE_ARMS = ("", "powersgd_", "survivors_", "scaled_", "buffers_")
+SMOKE_ARMS = ("", "powersgd_", "gradients_", "survivors_", "scaled_", "buffers_")
 #: Of the H200 in docs/results/gpu_first.json.
 MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4.02e12, 55e9
 #: The usual figure for starting a kernel from eager PyTorch.
@@ -86,7 +86,7 @@ _TOP_K: Mapping[str, Any] = {"compressor": TopK(0.01)}
 ARMS = {
     "": Arm(_TOP_K),
     "powersgd_": Arm({"compressor": PowerSGD(4)}),
-    "gradients_": Arm({}),
+    "gradients_": Arm({"strategy": "gradients"}),
     "survivors_": Arm({"strategy": "survivors"}),
     "powersgd_clipped_": Arm({"compressor": PowerSGD(4)}, clips=True),
     "clipped_": Arm(_TOP_K, clips=True),

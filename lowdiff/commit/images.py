@@ -103,8 +103,16 @@ class Images:
 
     def is_ready(self, step: int, look: Look) -> bool:
         """Whether one after ``step`` finds its memory free, and the writer is well."""
-        is_free = look.writer.durable_snapshot >= self.step
-        return self.may_retry(step) and not look.writer.error and is_free
+        return self.may_retry(step) and not look.writer.error and self.is_free(look, is_due=True)
+
+    def is_free(self, look: Look, *, is_due: bool) -> bool:
+        """Whether the next one finds its memory free, as a look at storage says.
+
+        Args:
+            look: At storage.
+            is_due: Whether the next one is to be durable.
+        """
+        return look.writer.durable_snapshot >= self.step
 
     def may_retry(self, step: int) -> bool:
         """Whether one that found no memory may be tried again after ``step``."""

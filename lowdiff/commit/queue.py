@@ -93,22 +93,23 @@ class Queue(Sink, ABC):
         """Whether an image is to be taken after ``step`` that stays in memory."""
         return False
 
-    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
+    def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
         """Wait for the snapshot before, whose memory the next one takes.
 
         Args:
             look: At storage.
             required: Whether to wait though it stops training.
+            is_due: Whether the next one is to be durable.
 
         Returns:
             A newer look; None where the next one would stop training, with ``backpressure="degrade"``, and is owed.
         """
         images = self.images
-        if look.writer.durable_snapshot < images.step:
+        if not images.is_free(look, is_due=is_due):
             if not self._trainer.degrades or required:
                 return self.wait_for_snapshot(look)
             look = self.attend()
-            if look.writer.durable_snapshot < images.step:
+            if not images.is_free(look, is_due=is_due):
                 images.is_owed = True
                 return None
         return look

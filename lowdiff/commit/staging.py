@@ -196,6 +196,7 @@ class Staging:
         with self._lock, self._unless_gone():
             ahead = Ahead(step, number, (), None)
             if not (self._queue.logs_steps or devices.comes_late(self._live.attached.device)):
+                self._pending.finish()  # a record lies behind that of the step before
                 sections = numbered(reducer.payload().sections, number)
                 ahead = Ahead(step, number, sections, reducer)
             for sink in reversed(self._sinks):
@@ -285,7 +286,7 @@ class Staging:
         with nullcontext() if required else self._unless_gone():
             if images.step != step:
                 try:
-                    cleared = self._queue.clear_for_snapshot(look, required=required)
+                    cleared = self._queue.clear_for_snapshot(look, required=required, is_due=is_due)
                     if cleared is None:
                         return
                     look = cleared

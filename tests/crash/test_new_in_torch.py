@@ -88,7 +88,7 @@ _OVERRIDES = "param_dtype_override_fn" in {field.name for field in fields(MixedP
     ],
 )
 def test_new_ways_of_fsdp2(tmp_path: Path, kind: str, feature: str) -> None:
-    assert_a_kill_costs_nothing(tmp_path, kind, "fused", feature)
+    assert_a_kill_costs_nothing(tmp_path, kind, "fused", feature, "replica")
 
 
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw", "spectral_unclamped"])

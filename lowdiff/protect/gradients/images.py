@@ -47,11 +47,24 @@ class KeptImages(Images):
         """Bytes of both."""
         return sum(mark.bytes for mark in self._marks if mark is not None)
 
-    def is_in_use(self, look: Look) -> bool:
-        """Whether the image that the next one takes the place of is yet to become durable."""
+    def is_free(self, look: Look, *, is_due: bool) -> bool:
+        """See `Images`: one at a time is on its way to the disk, and is not written over."""
+        is_durable = look.writer.durable_snapshot >= self._due_step
+        return is_durable or not (is_due or self._is_due_next)
+
+    @property
+    def _is_due_next(self) -> bool:
+        """Whether the next image takes the place of the one that is to be durable."""
         older = self._marks[self._older]
-        is_next = older is not None and older.step == self._due_step
-        return is_next and look.writer.settled_snapshot < self._due_step
+        return older is not None and older.step == self._due_step
+
+    def give_up_due(self, durable_snapshot: int) -> None:
+        """Let the next image take the place of one that does not become durable; another one is owed to the disk."""
+        self._trainer.page.update(
+            image=None
+        )  # before it is written over: the writer passes over it
+        self._due_step = durable_snapshot
+        self.is_owed = True
 
     @property
     def _older(self) -> int:
@@ -98,11 +111,6 @@ class KeptImages(Images):
         if mark is not None and not self._is_due:
             self._tell(mark)
         self._is_due = True
-
-    def is_ready(self, step: int, look: Look) -> bool:
-        """See `Images`."""
-        is_free = look.writer.durable_snapshot >= self._due_step
-        return self.may_retry(step) and not look.writer.error and is_free
 
     def begin_anew(self, durable_snapshot: int) -> None:
         """See `Images`: in memory there is none any more."""

@@ -133,13 +133,20 @@ class GradientsQueue(Queue):
             )
         return append(images.staged_step)
 
-    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
-        """See `Queue`: the older image has to be durable, where it is to be, and all ranks at the newer one."""
+    def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
+        """See `Queue`: the newer image has to lead on alone, for which all ranks have to have come so far."""
         images = self.images
         is_apart = images.staged_step > max(self._committed_step, images.oldest_step)
         if is_apart and not required:
+            images.is_owed |= is_due
             return None  # the next step asks again
-        return super().clear_for_snapshot(look, required=required)
+        if not (is_due or images.is_free(look, is_due=False)):
+            # The disk is slow: it has the time until the log is full.
+            if self._step - images.oldest_step < self._num_steps:
+                return None
+            if self._trainer.degrades:
+                images.give_up_due(look.writer.durable_snapshot)
+        return super().clear_for_snapshot(look, required=required, is_due=is_due)
 
     def show(self, step: int, committed_step: int, told_step: int) -> int:
         """See `Sink`."""

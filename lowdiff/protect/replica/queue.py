@@ -213,7 +213,7 @@ class ReplicaQueue(Queue):
             staged_bytes=handed.staged_bytes + sum(sizes),
         )
 
-    def clear_for_snapshot(self, look: Look, *, required: bool) -> Look | None:
+    def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
         """See `Queue`: the replica begins anew with it, the writer persists it."""
         trainer, images = self._trainer, self.images
         if images.step >= 0:

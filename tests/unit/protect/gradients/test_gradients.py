@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,42 @@ def test_staging_that_vanishes_is_made_anew(tmp_path: Path, six_steps: None) -> 
     testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] >= 10)
     loop.die()
     assert assert_recovered(loop, weights) == 15
+
+
+def test_a_disk_that_does_not_answer_costs_no_step_in_memory(
+    tmp_path: Path, six_steps: None
+) -> None:
+    loop = loop_in(tmp_path, snapshot_every=5, backpressure="degrade")
+    weights = {loop.attach(): loop.weights()}
+    aside = tmp_path / "aside"
+    (tmp_path / "run/run.json").rename(aside)
+    go_on(loop, weights, 40)
+    stats = loop.checkpointer.stats()
+    assert stats["durable_snapshot"] == 0
+    assert stats["kept_steps"] >= 2
+    aside.rename(tmp_path / "run/run.json")
+    testing.wait_until(loop.checkpointer, lambda stats: not stats["writer_error"])
+    go_on(loop, weights, 52)
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] >= 40)
+    loop.die()
+    assert assert_recovered(loop, weights) == 52
+
+
+def test_training_waits_for_a_slow_disk_once_memory_is_full(
+    tmp_path: Path, six_steps: None
+) -> None:
+    loop = loop_in(tmp_path, snapshot_every=5)
+    weights = {loop.attach(): loop.weights()}
+    aside = tmp_path / "aside"
+    (tmp_path / "run/run.json").rename(aside)
+    back = threading.Timer(1.5, lambda: aside.rename(tmp_path / "run/run.json"))
+    back.start()
+    go_on(loop, weights, 40)
+    back.join()
+    assert loop.checkpointer.stats()["waiting_seconds"] > 0.5
+    assert loop.checkpointer.stats()["unprotected_steps"] == 0
+    loop.die()
+    assert assert_recovered(loop, weights) == 40
 
 
 @pytest.mark.parametrize("name", ["replica", "survivors", "log"])
