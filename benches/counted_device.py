@@ -29,12 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from lowdiff.commit.images import Trailing
 from lowdiff.commit.pending import Pending
 from lowdiff.core import devices, transforms
 from lowdiff.core.sums.plain import ROW
 from lowdiff.persistence.format.values import _torch_types
 
 DEVICE = torch.device("cuda:0")
+#: The part of a snapshot that is copied beside the next step.
+TRAILING = "trailing"
 ROOT = Path(__file__).parents[1]
 _aten = torch.ops.aten
 #: A mode that nothing here enters.
@@ -107,12 +110,16 @@ class _CountedCopy(devices.Copy):
         counted: CountedDevice,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
+        after: object = None,
     ) -> None:
         self._counted = None if devices.may_look(sources[0]) else counted
         self._step, self._number = counted.step, counted.copies_begun
         counted.copies_begun += 1
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+            if after is None:
+                target.copy_(source, non_blocking=True)
+            else:  # by whichever thread: each sees its own modes
+                counted.trail(target)
 
     def hold(self) -> None:
         """See ``Copy``: the host does not wait."""
@@ -192,6 +199,8 @@ class CountedDevice(TorchDispatchMode):
             entered.enter_context(mock.patch.object(Pending, "finish", waiting))
             putting = lambda *given: self._note_put(*given)
             entered.enter_context(mock.patch.object(Pending, "put", putting))
+            # What is copied has no values.
+            entered.enter_context(mock.patch.object(Trailing, "changed", return_value=[]))
             # Here a fake tensor is one of the device, and stands for no other.
             entered.enter_context(mock.patch.object(transforms, "_FAKE", _NO_MODE))
             # Its own asks for one element after the other.
@@ -335,12 +344,18 @@ class CountedDevice(TorchDispatchMode):
             self._to_host(host, is_awaited=is_awaited)
         return host
 
+    def trail(self, host: torch.Tensor) -> None:
+        """Tally a copy beside the next step, which two threads share by chance, as a part of its own."""
+        with _disable_current_modes():
+            is_awaited = self.is_counted_here and not self._is_pinned(host)
+            self._to_host(host, is_awaited=is_awaited, part=TRAILING)
+
     def _is_pinned(self, host: torch.Tensor) -> bool:
         return host.untyped_storage()._cdata in self._pinned
 
-    def _to_host(self, host: torch.Tensor, *, is_awaited: bool) -> None:
+    def _to_host(self, host: torch.Tensor, *, is_awaited: bool, part: str | None = None) -> None:
         """Fill a tensor of the host as a copy from the device would; one into ordinary memory is always waited for."""
-        tally = self._tally
+        tally = self._tally if part is None else self.parts.setdefault(part, Tally())
         tally.launches += 1
         tally.num_bytes += host.nbytes
         tally.link_bytes += host.nbytes
