@@ -10,7 +10,7 @@ top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two b
 rate that lie on the device, and its hook among eight ranks.
 
 ``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which one takes
-a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
+a snapshot. What of it is copied beside the next step is ``trailing_``, also in the mean. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
 link's bytes behind it: it says what a count can say, and neither what queues behind what nor what Python takes.
 """
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from lowdiff.commit import images
 from lowdiff.commit.images import Trailing
 from lowdiff.commit.pending import Pending
 from lowdiff.core import devices, transforms
@@ -115,11 +116,9 @@ class _CountedCopy(devices.Copy):
         self._counted = None if devices.may_look(sources[0]) else counted
         self._step, self._number = counted.step, counted.copies_begun
         counted.copies_begun += 1
-        for target, source in zip(targets, sources, strict=True):
-            if after is None:
+        with nullcontext() if after is None else counted.part(TRAILING):
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            else:  # by whichever thread: each sees its own modes
-                counted.trail(target)
 
     def hold(self) -> None:
         """See ``Copy``: the host does not wait."""
@@ -143,6 +142,19 @@ class _CountedCopy(devices.Copy):
     def _is_here(self) -> bool:
         assert self._counted is not None
         return self._counted.step > self._step or self._counted.copies_done > self._number
+
+
+class _HeldTrail(devices.Trail):
+    """Is copied when it is held, by the thread that trains: forward and backward passes take no time here.
+
+    So counts do not go by chance, and the other thread, for which there is no device, touches no tensor of it.
+    """
+
+    def arrived(self) -> list[torch.Tensor]:
+        """See ``Trail``."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_held)
+        return super().arrived()
 
 
 class _NumberedFetch(devices.Fetch):
@@ -201,6 +213,7 @@ class CountedDevice(TorchDispatchMode):
             entered.enter_context(mock.patch.object(Pending, "put", putting))
             # What is copied has no values.
             entered.enter_context(mock.patch.object(Trailing, "changed", return_value=[]))
+            entered.enter_context(mock.patch.object(images, "_READABLE", (FakeTensor,)))
             # Here a fake tensor is one of the device, and stands for no other.
             entered.enter_context(mock.patch.object(transforms, "_FAKE", _NO_MODE))
             # Its own asks for one element after the other.
@@ -281,6 +294,7 @@ class CountedDevice(TorchDispatchMode):
             "future_on": lambda _: torch.futures.Future(),
             "copy": partial(_CountedCopy, self),
             "fetch": _NumberedFetch,
+            "Trail": _HeldTrail,
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }
@@ -344,18 +358,12 @@ class CountedDevice(TorchDispatchMode):
             self._to_host(host, is_awaited=is_awaited)
         return host
 
-    def trail(self, host: torch.Tensor) -> None:
-        """Tally a copy beside the next step, which two threads share by chance, as a part of its own."""
-        with _disable_current_modes():
-            is_awaited = self.is_counted_here and not self._is_pinned(host)
-            self._to_host(host, is_awaited=is_awaited, part=TRAILING)
-
     def _is_pinned(self, host: torch.Tensor) -> bool:
         return host.untyped_storage()._cdata in self._pinned
 
-    def _to_host(self, host: torch.Tensor, *, is_awaited: bool, part: str | None = None) -> None:
+    def _to_host(self, host: torch.Tensor, *, is_awaited: bool) -> None:
         """Fill a tensor of the host as a copy from the device would; one into ordinary memory is always waited for."""
-        tally = self._tally if part is None else self.parts.setdefault(part, Tally())
+        tally = self._tally
         tally.launches += 1
         tally.num_bytes += host.nbytes
         tally.link_bytes += host.nbytes

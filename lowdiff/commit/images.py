@@ -39,6 +39,9 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.step.states import Sealed
 
+#: Of others the memory need not hold the values.
+_READABLE = (torch.Tensor, torch.nn.Parameter)
+
 
 class Images:
     """The full snapshots of one rank; one at a time lies in staging.
@@ -302,7 +305,7 @@ def _trailing(live: Live, tensors: Mapping[str, torch.Tensor]) -> Trailing | Non
         for name, tensor in tensors.items()
         if tensor.device == device
         and tensor.numel()
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and type(tensor) in _READABLE
         and is_dense(tensor)
     }
     if not chosen:

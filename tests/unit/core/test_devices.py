@@ -13,6 +13,7 @@ import torch
 from lowdiff import testing
 from lowdiff.core import devices
 from lowdiff.errors import StorageError
+from tests.unit.loops import wait_until
 
 SECONDS = 0.1
 
@@ -21,6 +22,8 @@ class Made(devices.Copy):
     """A copy whose making, holding and end are noted."""
 
     log: list[tuple[str, int, float]]
+    #: How long one takes.
+    seconds = SECONDS
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Made(devices.Copy):
         self._note("held")
 
     def finish(self) -> None:
-        time.sleep(SECONDS)
+        time.sleep(self.seconds)
         self._note("done")
 
 
@@ -110,14 +113,19 @@ def test_who_holds_it_has_the_rest_copied_at_once_and_waits_for_nothing(
     assert all(map(torch.equal, arrived[0], tensors))
 
 
-def test_a_pause_ends_when_somebody_holds_it(log: list[tuple[str, int, float]]) -> None:
+def test_a_pause_ends_when_somebody_holds_it(
+    log: list[tuple[str, int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Made, "seconds", 6 * SECONDS)
     trail = devices.Trail(several())
     thread = threading.Thread(target=trail.arrived)
     thread.start()
-    time.sleep(1.5 * SECONDS)  # the first piece is here
+    wait_until(lambda: of(log, "done"))
+    monkeypatch.setattr(Made, "seconds", 0.0)
+    began = time.monotonic()
     trail.hold()
     thread.join()
-    assert log[-1][2] - log[-2][2] < 2 * SECONDS
+    assert time.monotonic() - began < 3 * SECONDS
     assert len(of(log, "begun")) == 2
 
 
