@@ -10,7 +10,7 @@ top-k with clipping, a gradient scaler, fused AdamW, both, rounded values, two b
 rate that lie on the device, and its hook among eight ranks.
 
 ``PREFIX_launches`` and the like are those of one steady step; ``mean_`` those of all counted steps, of which one takes
-a snapshot. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
+a snapshot. What of it is copied beside the next step is ``trailing_``, also in the mean. A predicted time is the larger of launches by `LAUNCH_SECONDS` and bytes by `MEMORY_BYTES_PER_SECOND`, and the
 link's bytes behind it: it says what a count can say, and neither what queues behind what nor what Python takes.
 """
 
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from benches import ending
-from benches.counted_device import DEVICE, CountedDevice, Tally
+from benches.counted_device import DEVICE, TRAILING, CountedDevice, Tally
 from benches.gpt import GPT, GPTConfig
 from benches.gpu.training import MODELS
 from benches.harness import BLUE, Result, arguments, machine, write
@@ -57,7 +57,9 @@ MEMORY_BYTES_PER_SECOND, LINK_BYTES_PER_SECOND = 4.02e12, 55e9
 #: The usual figure for starting a kernel from eager PyTorch.
 LAUNCH_SECONDS = 6e-6
 #: Parts of lowdiff's, in the order of a step; ``user`` is what a loop does without lowdiff.
-PARTS = ("hook", "pre-hook", "post-hook", "commit", "snapshot")
+PARTS = ("hook", "pre-hook", "post-hook", "commit", "snapshot", TRAILING)
+#: Those of a step with a snapshot, and of the next one.
+_OF_SNAPSHOT = ("snapshot", TRAILING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +339,8 @@ def figures_of(prefix: str, steps: Sequence[Mapping[str, Tally]], elements: int)
     def own(step: Mapping[str, Tally]) -> Tally:
         return total(step[name] for name in PARTS if name in step)
 
-    plain = sorted((s for s in steps if "snapshot" not in s), key=lambda s: own(s).launches)
+    without = (step for step in steps if not any(name in step for name in _OF_SNAPSHOT))
+    plain = sorted(without, key=lambda step: own(step).launches)
     steady = plain[(len(plain) - 1) // 2]
     hook, step, every = steady.get("hook", Tally()), own(steady), total(map(own, steps))
     figures: dict[str, Any] = {
@@ -354,7 +357,7 @@ def figures_of(prefix: str, steps: Sequence[Mapping[str, Tally]], elements: int)
         "mean_link_bytes": every.link_bytes / len(steps),
     }
     for name in PARTS[1:]:
-        among = steps if name == "snapshot" else [steady]
+        among = steps if name in _OF_SNAPSHOT else [steady]
         if shares := [one[name] for one in among if name in one]:
             key, part = name.replace("-", "_"), total(shares)
             figures[f"{key}_launches"] = part.launches / len(shares)

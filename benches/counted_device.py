@@ -29,12 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from lowdiff.commit import images
+from lowdiff.commit.images import Trailing
 from lowdiff.commit.pending import Pending
 from lowdiff.core import devices, transforms
 from lowdiff.core.sums.plain import ROW
 from lowdiff.persistence.format.values import _torch_types
 
 DEVICE = torch.device("cuda:0")
+#: The part of a snapshot that is copied beside the next step.
+TRAILING = "trailing"
 ROOT = Path(__file__).parents[1]
 _aten = torch.ops.aten
 #: A mode that nothing here enters.
@@ -107,12 +111,14 @@ class _CountedCopy(devices.Copy):
         counted: CountedDevice,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
+        after: object = None,
     ) -> None:
         self._counted = None if devices.may_look(sources[0]) else counted
         self._step, self._number = counted.step, counted.copies_begun
         counted.copies_begun += 1
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+        with nullcontext() if after is None else counted.part(TRAILING):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def hold(self) -> None:
         """See ``Copy``: the host does not wait."""
@@ -136,6 +142,19 @@ class _CountedCopy(devices.Copy):
     def _is_here(self) -> bool:
         assert self._counted is not None
         return self._counted.step > self._step or self._counted.copies_done > self._number
+
+
+class _HeldTrail(devices.Trail):
+    """Is copied when it is held, by the thread that trains: forward and backward passes take no time here.
+
+    So counts do not go by chance, and the other thread, for which there is no device, touches no tensor of it.
+    """
+
+    def arrived(self) -> list[torch.Tensor]:
+        """See ``Trail``."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_held)
+        return super().arrived()
 
 
 class _NumberedFetch(devices.Fetch):
@@ -192,6 +211,9 @@ class CountedDevice(TorchDispatchMode):
             entered.enter_context(mock.patch.object(Pending, "finish", waiting))
             putting = lambda *given: self._note_put(*given)
             entered.enter_context(mock.patch.object(Pending, "put", putting))
+            # What is copied has no values.
+            entered.enter_context(mock.patch.object(Trailing, "changed", return_value=[]))
+            entered.enter_context(mock.patch.object(images, "_READABLE", (FakeTensor,)))
             # Here a fake tensor is one of the device, and stands for no other.
             entered.enter_context(mock.patch.object(transforms, "_FAKE", _NO_MODE))
             # Its own asks for one element after the other.
@@ -272,6 +294,7 @@ class CountedDevice(TorchDispatchMode):
             "future_on": lambda _: torch.futures.Future(),
             "copy": partial(_CountedCopy, self),
             "fetch": _NumberedFetch,
+            "Trail": _HeldTrail,
             "aside": lambda _: nullcontext(),
             "stream_of": lambda _: stream,
         }

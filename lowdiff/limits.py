@@ -12,6 +12,7 @@ PLACES = {
     "copy_piece_bytes": "lowdiff.persistence.files.checked_copy._PIECE_BYTES",
     "copy_share_bytes": "lowdiff.persistence.files.checked_copy._SHARE_BYTES",
     "copy_waiting_steps": "lowdiff.protect.copies.wards._MOST_WAITING",
+    "device_piece_bytes": "lowdiff.core.devices._PIECE_BYTES",
     "drain_seconds": "lowdiff.commit.storage._DRAIN_SECONDS",
     "finish_seconds": "lowdiff.attach.close._FINISH_SECONDS",
     "fast_replica_elements": "lowdiff.protect.replica.strategy._FAST_ELEMENTS",

@@ -202,7 +202,8 @@ def late_copies(
 ) -> Iterator[None]:
     """Have what is copied to the host arrive late, from another thread, as from an accelerator.
 
-    Until then there is something else in its place, so who does not wait for it reads that.
+    Until then there is something else in its place, so who does not wait for it reads that. And what is written to the
+    original meanwhile is copied, unless the copy was held before.
 
     Args:
         least_seconds: How late at least.
@@ -213,26 +214,32 @@ def late_copies(
 
     class Late(devices.Copy):
         def __init__(
-            self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+            self,
+            targets: Sequence[torch.Tensor],
+            sources: Sequence[torch.Tensor],
+            after: torch.Event | None = None,
         ) -> None:
             for target in targets:
                 byte_view(target)[:] = bytes([0xFF]) * target.nbytes
             self._sources = sources
+            self._copying = threading.Lock()
             here = threading.Event()
 
             def arrive() -> None:
-                for target, source in zip(targets, self._sources, strict=True):
-                    target.copy_(source)
+                with self._copying:  # who holds it now has it copied before anything is overwritten
+                    for target, source in zip(targets, self._sources, strict=True):
+                        target.copy_(source)
                 here.set()
 
             threading.Timer(chance.uniform(least_seconds, most_seconds), arrive).start()
             self._event = SimpleNamespace(synchronize=here.wait)  # type: ignore[assignment]
 
         def hold(self) -> None:
-            self._sources = [source.clone() for source in self._sources]
+            with self._copying:
+                self._sources = [source.clone() for source in self._sources]
 
     leave = partial(devices.Leaving, stays=lambda _: False)
-    with patch.multiple(devices, copy=Late, leave=leave):
+    with patch.multiple(devices, copy=Late, leave=leave, copies_beside=lambda _: True):
         yield
 
 

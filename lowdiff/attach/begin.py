@@ -25,6 +25,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.compressors.grouped import GroupedReducer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
+from lowdiff.core.sums import sums_on
 from lowdiff.model.averages import Averages
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import Stateful, name_large_items
@@ -120,6 +121,7 @@ def begin(
             residual = _residual(settings, given.attached, folder, scaling)
             if start.residual:
                 residual.load(start.residual)
+            device = given.attached.device
             live = Live(
                 attached=given.attached,
                 tracker=given.tracker,
@@ -130,6 +132,7 @@ def begin(
                 base_step=start.step,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
+                sums=sums_on(device) if devices.sums_there(device) else None,
             )
             trainer = Trainer(folder, settings, ranks.rank, ranks.world_size)
             protection = strategy.protect(

@@ -11,8 +11,11 @@ import torch
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.core import devices
 from lowdiff.core.events import Code
-from lowdiff.core.layout import share_owners
+from lowdiff.core.layout import is_dense, share_owners
+from lowdiff.core.memory import byte_view
 from lowdiff.core.nested import each_tensor
+from lowdiff.core.sums import unsigned
+from lowdiff.core.sums.host import host_sum
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
@@ -35,6 +38,9 @@ from lowdiff.recovery.state import (
     is_scalar,
 )
 from lowdiff.step.states import Sealed
+
+#: Of others the memory need not hold the values.
+_READABLE = (torch.Tensor, torch.nn.Parameter)
 
 
 class Images:
@@ -129,6 +135,49 @@ class Images:
         self._trainer.errors.of_snapshot = str(error)
 
 
+class Overwritten(Exception):
+    """Something else than an optimizer wrote to a tensor while a snapshot was copied, so the copy is of no step.
+
+    The argument names the tensor.
+    """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trailing:
+    """Tensors of a snapshot that only an optimizer's next step writes, copied beside what the device does until then.
+
+    Attributes:
+        names: Of each.
+        trail: Has them copied.
+        sums: On their way: checksums that the device took when the snapshot was taken. Whatever else writes to the
+            tensors does not hold the copy.
+    """
+
+    names: Sequence[str]
+    trail: devices.Trail
+    sums: devices.Fetch
+
+    def arrived(self) -> dict[str, torch.Tensor]:
+        """Return them on the CPU, by name, once they are here.
+
+        Raises:
+            Overwritten: If one is not as it was.
+            StorageError: If the device fails meanwhile.
+        """
+        # First: as long as the device has not come to them, no piece would be done, and each pause would be long.
+        (sums,) = self.sums.arrived()
+        here = dict(zip(self.names, self.trail.arrived(), strict=True))
+        changed = self.changed(here, unsigned(sums))
+        if changed:
+            raise Overwritten(changed[0])
+        return here
+
+    def changed(self, here: Mapping[str, torch.Tensor], sums: Sequence[int]) -> list[str]:
+        """Return the names of those whose copies have other checksums."""
+        pairs = zip(here.items(), sums, strict=True)
+        return [name for (name, host), number in pairs if host_sum(byte_view(host)) != number]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
     """What one rank stores of a state, as it is when this is made; it may be on its way from an accelerator.
@@ -137,18 +186,38 @@ class Share:
         names: Of the tensors in the image.
         values: All else: groups, optimizer state, and which parameters the step's record holds.
         items: Items that are no tensors.
-        leaving: The tensors of both, in this order.
+        leaving: The tensors of both, in this order, but those that trail.
+        trailing: Those that are copied beside the next step; None where there are none.
     """
 
     names: Sequence[str]
     values: Sequence[Any]
     items: Mapping[str, bytes]
     leaving: devices.Leaving
+    trailing: Trailing | None
+
+    @property
+    def travels(self) -> bool:
+        """Whether any tensor comes from a device."""
+        return self.leaving.travels or self.trailing is not None
+
+    def hold(self) -> None:
+        """Have the device copy what is left before it does what is queued from now on."""
+        if self.trailing is not None:
+            self.trailing.trail.hold()
 
     def images(self) -> list[ImageTensor]:
-        """Return the tensors of the image; waits for what is on its way."""
+        """Return the tensors of the image; waits for what is on its way.
+
+        Raises:
+            Overwritten: If what trails was written by something else than an optimizer.
+            StorageError: If a device fails meanwhile.
+        """
+        trailing = {} if self.trailing is None else self.trailing.arrived()
         arrived = iter(self.leaving.arrived())
-        tensors = [(name, next(arrived)) for name in self.names]
+        tensors = [
+            (name, trailing[name] if name in trailing else next(arrived)) for name in self.names
+        ]
         groups, state, held = each_tensor(
             self.values,
             lambda _, tensor: devices.belonging(next(arrived), devices.place_of(tensor)),
@@ -157,11 +226,17 @@ class Share:
         return image_tensors([*tensors, (SCALARS, scalars)])
 
 
-def share_of(live: Live, sealed: Sealed) -> Share:
+def share_of(live: Live, sealed: Sealed, *, trails: bool = False) -> Share:
     """Read everything that this rank stores of the current state, which is that of ``sealed``.
 
     Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
     end say.
+
+    Args:
+        live: The training.
+        sealed: The step.
+        trails: Whether what only optimizers write may be copied beside the next step; `Share.hold` is called before
+            they do.
     """
     tracker = live.tracker
     # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
@@ -171,10 +246,12 @@ def share_of(live: Live, sealed: Sealed) -> Share:
         if not (live.shares_constants and tracker.is_as_started(name))
     }
     tensors |= {RESIDUAL + name: values for name, values in live.residual.named().items()}
-    return _share(live, sealed, live.rank, tensors, tracker.committed)
+    return _share(live, sealed, live.rank, tensors, tracker.committed, trails=trails)
 
 
-def share_of_items(live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes]) -> Share:
+def share_of_items(
+    live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes], *, trails: bool = False
+) -> Share:
     """Read what a rank would store of the current state; parameters and optimizer state are equal on all.
 
     Args:
@@ -182,6 +259,7 @@ def share_of_items(live: Live, sealed: Sealed, rank: int, items: Mapping[str, by
         sealed: The step whose state it is.
         rank: Whose share.
         items: All items of that rank at that step; no bytes for one that is gone.
+        trails: See `share_of`.
     """
     tensors, values = {}, {}
     for name, data in items.items():
@@ -189,9 +267,8 @@ def share_of_items(live: Live, sealed: Sealed, rank: int, items: Mapping[str, by
             values[name] = data
         elif data:
             tensors[name] = decode_item(name, data)
-    return _share(
-        live, sealed, rank, tensors, {name: data for name, data in values.items() if data}
-    )
+    kept = {name: data for name, data in values.items() if data}
+    return _share(live, sealed, rank, tensors, kept, trails=trails)
 
 
 def _share(
@@ -200,6 +277,8 @@ def _share(
     rank: int,
     tensor_items: Mapping[str, torch.Tensor],
     items: Mapping[str, bytes],
+    *,
+    trails: bool,
 ) -> Share:
     attached, averages = live.attached, live.averages.named_tensors()
     tensors: dict[str, torch.Tensor] = {}
@@ -220,6 +299,8 @@ def _share(
         for name, followed in averages.items():
             if i in followed:
                 tensors[f"{AVERAGE_ITEM}{name}/{spec.name}"] = followed[i]
+    # Items do not trail: forward and backward passes write buffers and the residual.
+    trailing = _trailing(live, tensors) if trails else None
     tensors |= tensor_items
     others: list[torch.Tensor] = []
     # Copies: an optimizer counts its steps in place, in tensors of one element.
@@ -229,8 +310,28 @@ def _share(
         list(sealed.differential.held),
     ]
     each_tensor(values, lambda _, tensor: others.append(tensor.detach().clone()))
-    leaving = devices.leave([*tensors.values(), *others])
-    return Share(tuple(tensors), values, dict(items), leaving)
+    apart = frozenset(() if trailing is None else trailing.names)
+    leaving = devices.leave([*(t for name, t in tensors.items() if name not in apart), *others])
+    return Share(tuple(tensors), values, dict(items), leaving, trailing)
+
+
+def _trailing(live: Live, tensors: Mapping[str, torch.Tensor]) -> Trailing | None:
+    """Have tensors trail that can, and can be summed as they lie; None where there are none."""
+    device = live.attached.device
+    if live.sums is None or not devices.copies_beside(device):
+        return None
+    chosen = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.device == device
+        and tensor.numel()
+        and type(tensor) in _READABLE
+        and is_dense(tensor)
+    }
+    if not chosen:
+        return None
+    sums = devices.fetch([live.sums([*chosen.values()])])
+    return Trailing(tuple(chosen), devices.Trail([*chosen.values()]), sums)
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:

@@ -164,6 +164,7 @@ class Session:
             if recorder.consume(index, arguments):
                 step = recorder.step
                 self._staging.stage_ahead(step.number, recorder.reducer, len(step.earlier))
+            self._staging.hold()  # last: the host waits for gradients before, and for no snapshot
 
     def after_optimizer(self, index: int) -> None:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lowdiff.commit.agreement import RankNews
-from lowdiff.commit.images import Share, share_of, share_of_items
+from lowdiff.commit.images import Overwritten, Share, share_of, share_of_items
 from lowdiff.commit.pending import MOST_LATE, Pending, Reach
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
@@ -61,6 +61,8 @@ class Staging:
         self._pending = Pending(self._lock, "lowdiff-staging")
         #: A snapshot on its way, which takes longer than a step.
         self._leaving = Pending(self._lock, "lowdiff-snapshot")
+        #: What it holds, until it is written.
+        self._share: Share | None = None
         self._ended_step = -1
         #: Steps of which others have not learned yet.
         self._late: deque[Sealed] = deque()
@@ -82,6 +84,15 @@ class Staging:
         if self._pending:
             self._pending.finish(lambda: self.num_pending < MOST_LATE)
 
+    def hold(self) -> None:
+        """Have the device copy the rest of a snapshot before it does what is queued from now on; the host goes on.
+
+        Whoever may write to parameters, optimizer state or averages calls it before, and whoever waits for a snapshot.
+        """
+        share = self._share  # another thread forgets it
+        if share is not None:
+            share.hold()
+
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every step that has ended is staged; returns whether that is so.
 
@@ -91,6 +102,7 @@ class Staging:
         Raises:
             LowDiffError: See `make_room`.
         """
+        self.hold()
         return self._leaving.finish(timeout_seconds=timeout_seconds) and self._pending.finish(
             timeout_seconds=timeout_seconds
         )
@@ -98,6 +110,7 @@ class Staging:
     def drop(self) -> None:
         """Stage nothing more of what is on its way."""
         self._trainer.is_over = True
+        self.hold()
         self._leaving.drop()
         self._pending.drop()
 
@@ -306,13 +319,17 @@ class Staging:
         trainer, images, step = self._trainer, self._queue.images, sealed.differential.step
         with trainer.counters.timed(trainer.counters.snapshot_seconds):
             items = self.items(step)
+            # One that is owed may have been overwritten before.
+            trails = not is_prompt and not images.is_owed
             if items is None:
-                share = share_of(self._live, sealed)
+                share = share_of(self._live, sealed, trails=trails)
             else:  # buffers may have moved on since
-                share = share_of_items(self._live, sealed, self._live.rank, items)
+                rank = self._live.rank
+                share = share_of_items(self._live, sealed, rank, items, trails=trails)
             try:
                 images.begin(step, is_due=is_due)
-                if share.leaving.travels and not is_prompt:
+                if share.travels and not is_prompt:
+                    self._share = share
                     shown = partial(self._put_shown, sealed)
                     self._leaving.put(partial(self._written, share), shown)
                     return
@@ -332,6 +349,9 @@ class Staging:
             return self._queue.images.write(share.images())
         except Exception as error:  # noqa: BLE001  said, and the snapshot is owed
             return error
+        finally:
+            if self._share is share:
+                self._share = None
 
     def _put_shown(self, sealed: Sealed, written: tuple[int, int] | Exception) -> None:
         """Have a snapshot count behind its step, which may be on its way."""
@@ -344,7 +364,15 @@ class Staging:
             return  # staging was made anew meanwhile
         if isinstance(written, Exception):
             images.give_up()
-            images.owe_for(written, step)
+            if isinstance(written, Overwritten):  # the next one is copied in its turn
+                images.is_owed = True
+                text = (
+                    f"the full snapshot of step {step} is given up: {written} was written between two optimizer "
+                    "steps, while it was copied. Another one follows, for which the device waits"
+                )
+                self._warn_once(Code.SNAPSHOT_OVERWRITTEN, None, text)
+            else:
+                images.owe_for(written, step)
             return
         with self._lock:
             mark = images.show(*written)

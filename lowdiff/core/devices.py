@@ -6,7 +6,10 @@ what a step costs on an accelerator can put itself in this place on a machine wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from lowdiff.core.events import Code
+from lowdiff.core.layout import flat
 from lowdiff.errors import StorageError
 
 #: Reads the state of a device's random generator, and sets it.
@@ -38,6 +42,11 @@ def sums_there(device: torch.device) -> bool:
     On a CPU a CRC-32C is faster, and says at once what was written.
     """
     return not may_look(device)
+
+
+def copies_beside(device: torch.device) -> bool:
+    """Whether a device can copy to the host beside its other work, see `Trail`; else each copy comes in its turn."""
+    return device.type == "cuda"
 
 
 def takes_whole_buckets(device: torch.device) -> bool:
@@ -146,17 +155,30 @@ class Copy:
 
     On CUDA a stream of its own copies them, behind what was queued before; nothing that is queued later on another
     stream waits for it. Their owner may free them, and must not overwrite them before it is done; see `hold`.
+
+    Args:
+        targets: On the host.
+        sources: On one device.
+        after: What they are copied behind; None: all that this thread has queued there. See `mark`.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: torch.Event | None = None,
+    ) -> None:
         self._event: torch.cuda.Event | None = None
         self._device = sources[0].device
         if self._device.type != "cuda":
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return
-        stream = _copying(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = _copying(self._device, trails=after is not None)
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -190,14 +212,24 @@ class Copy:
 
 
 @cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that copies off a device."""
+def _copying(device: torch.device, *, trails: bool) -> torch.cuda.Stream:
+    """Return the stream that copies off a device; another one for what trails, so that no step waits behind it."""
     return torch.cuda.Stream(device)
 
 
-def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copy:
-    """Begin to copy tensors of one device into host memory, whose pages should be locked: else the host waits."""
-    return Copy(targets, sources)
+def copy(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    after: torch.Event | None = None,
+) -> Copy:
+    """Begin to copy tensors of one device into host memory, whose pages should be locked: else the host waits.
+
+    Args:
+        targets: See `Copy`.
+        sources: See `Copy`.
+        after: See `Copy`.
+    """
+    return Copy(targets, sources, after)
 
 
 def _host_memory(like: torch.Tensor) -> torch.Tensor:
@@ -259,6 +291,101 @@ class Leaving:
 def leave(tensors: Sequence[torch.Tensor]) -> Leaving:
     """Begin to copy tensors to the host as they are now; what is queued from now on may overwrite them."""
     return Leaving(tensors)
+
+
+class Trail:
+    """Tensors of one device that are copied as they are now, beside what the device does next, which must not write to them.
+
+    A thread that waits in `arrived` has them copied in pieces, with a pause as long as each piece took, so that others
+    have half of the link. Before anything writes to them, `hold` has the rest copied at once. For any thread.
+
+    Args:
+        tensors: Dense, on one device.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sources = [tensor.detach() for tensor in tensors]
+        self._hosts = [_host_memory(source) for source in self._sources]
+        self._after = mark(self._sources[0].device)
+        #: Of each piece that is not begun: places of tensors, with the first element and the number of elements.
+        self._left = deque(_pieces(self._sources))
+        #: Copies that are not known to be done.
+        self._begun: list[Copy] = []
+        self._is_held = False
+        self._error: RuntimeError | None = None
+        self._turn = threading.Condition()
+
+    def hold(self) -> None:
+        """Have the device do what is queued from now on when all is copied: the host goes on, and may have it overwritten.
+
+        A device that fails is said by `arrived`.
+        """
+        with self._turn:
+            self._is_held = True
+            self._begin([part for piece in self._left for part in piece])
+            self._left.clear()
+            try:
+                for one in self._begun:
+                    one.hold()
+            except RuntimeError as error:
+                self._error = error
+            self._turn.notify_all()
+
+    def arrived(self) -> list[torch.Tensor]:
+        """Return them on the CPU, once they are here; what is not begun is copied meanwhile.
+
+        Raises:
+            StorageError: If the device fails meanwhile.
+        """
+        while (one := self._next()) is not None:
+            began = time.monotonic()
+            one.finish()
+            with self._turn:
+                self._begun.remove(one)
+                self._turn.wait_for(lambda: self._is_held, time.monotonic() - began)
+        if self._error is not None:
+            raise StorageError(f"a copy off an accelerator failed: {self._error}") from self._error
+        return self._hosts
+
+    def _next(self) -> Copy | None:
+        with self._turn:
+            if not self._begun and self._left:
+                self._begin(self._left[0])
+                self._left.popleft()
+            return self._begun[0] if self._begun else None
+
+    def _begin(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to copy parts of tensors."""
+        if not parts or self._error is not None:
+            return
+        try:
+            targets = [flat(self._hosts[i]).narrow(0, first, n) for i, first, n in parts]
+            sources = [flat(self._sources[i]).narrow(0, first, n) for i, first, n in parts]
+            self._begun.append(copy(targets, sources, self._after))
+        except RuntimeError as error:  # training, which may be here, has no part in it
+            self._error = error
+
+
+#: Half a millisecond of the link of an H200, which others' copies wait at most; of much smaller pieces most of the
+#: time would go into starting them. Not measured yet.
+_PIECE_BYTES = 32 << 20
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, int, int]]]:
+    """Divide tensors into pieces of about as many bytes: place, first element and number of elements of each part."""
+    piece: list[tuple[int, int, int]] = []
+    free = _PIECE_BYTES
+    for place, tensor in enumerate(tensors):
+        width, first = tensor.element_size(), 0
+        while first < tensor.numel():
+            if free < width and piece:
+                yield piece
+                piece, free = [], _PIECE_BYTES
+            count = min(max(free // width, 1), tensor.numel() - first)
+            piece.append((place, first, count))
+            first, free = first + count, free - count * width
+    if piece:
+        yield piece
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from lowdiff.core import devices
 from lowdiff.core.digest import SUM64, entries_of, in_order, state_digest
 from lowdiff.core.layout import shares_of
 from lowdiff.core.memory import byte_view
-from lowdiff.core.sums import sums_on, unsigned
+from lowdiff.core.sums import Sums, unsigned
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.watch import Seen, in_turns
@@ -102,6 +102,7 @@ class DeviceWatch:
         averages: Name of each average -> layout index -> tensor.
         rank: This rank.
         world_size: Number of ranks.
+        sums: Of tensors on the accelerator.
         mode: See `Watch`; not empty.
     """
 
@@ -112,11 +113,12 @@ class DeviceWatch:
         rank: int,
         world_size: int,
         *,
+        sums: Sums,
         mode: str,
     ) -> None:
         self._attached = attached
         self._is_live = mode == "live"
-        self._sums = sums_on(attached.device)
+        self._sums = sums
         share = shares_of(attached.layout, world_size)[rank]
         self._own = [
             [i for i in share if attached.owner[i] == index]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.core.sums import Sums
 from lowdiff.errors import ConfigError
 from lowdiff.model.averages import Averages, LiveAverage, find_averages
 from lowdiff.model.binding import Attached
@@ -45,6 +46,7 @@ class Live:
         base_step: The step that it starts from.
         rank: This rank.
         world_size: Number of ranks.
+        sums: Takes checksums where the model lies; None where the host takes them.
     """
 
     attached: Attached
@@ -56,6 +58,7 @@ class Live:
     base_step: int
     rank: int
     world_size: int
+    sums: Sums | None
 
     def all_items(self) -> dict[str, bytes]:
         """Return every item as it is now, but frozen parameters that all snapshots share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,10 @@ class Recorder:
         #: Optimizers that do more than work element by element.
         self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
         self.guard = ReplayGuard(live.attached) if is_replayed else StepGuard(live.attached)
-        is_far = watches != "" and devices.sums_there(live.attached.device)
-        self.watch: Watch | DeviceWatch = (DeviceWatch if is_far else Watch)(
+        sums = live.sums if watches else None
+        self.watch: Watch | DeviceWatch = (
+            Watch if sums is None else partial(DeviceWatch, sums=sums)
+        )(
             live.attached,
             live.averages.named_tensors(),
             live.rank,

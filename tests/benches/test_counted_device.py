@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import lowdiff
-from benches.bench_device_ops import ARMS, counts, hook_of_eight, trainee
-from benches.counted_device import DEVICE, CountedDevice, Tally
+from benches.bench_device_ops import ARMS, counts, hook_of_eight, on_device, trainee
+from benches.counted_device import DEVICE, TRAILING, CountedDevice, Tally
 from benches.gpu.training import MODELS
 from lowdiff.compressors import TopK
 from lowdiff.compressors.exchange import Wire
@@ -158,3 +158,26 @@ def test_a_wait_that_is_put_into_the_hook_is_seen(
 
     monkeypatch.setattr(Wire, "empty", waiting)
     assert sum(hook_of_eight(MODELS["tiny"][0]).waits.values()) == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "powersgd_", "survivors_"])
+def test_a_snapshot_is_copied_beside_the_next_step_whose_optimizer_waits_for_nothing(
+    tmp_path: Path, prefix: str
+) -> None:
+    config = MODELS["tiny"][0]
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        steps = counts(ARMS[prefix], config, 3, tmp_path / "run", {})
+    finally:
+        dist.destroy_process_group()
+    ((first, taken),) = [(i, one) for i, one in enumerate(steps) if "snapshot" in one]
+    following = steps[first + 1]
+    with CountedDevice():
+        elements = sum(p.numel() for p in on_device(config).parameters())
+    trailing = [one[TRAILING].link_bytes for one in (taken, following) if TRAILING in one]
+    assert sum(trailing) == 3 * 4 * elements
+    assert not any(sum(one[TRAILING].waits.values()) for one in steps if TRAILING in one)
+    assert taken["snapshot"].link_bytes < sum(trailing)
+    assert not following.get("pre-hook", Tally()).waits
+    assert not taken["snapshot"].waits

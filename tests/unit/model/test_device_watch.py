@@ -10,6 +10,7 @@ import torch
 from lowdiff import testing
 from lowdiff.core.digest import SUM64, entries_of, state_digest
 from lowdiff.core.memory import byte_view
+from lowdiff.core.sums.plain import plain_sums
 from lowdiff.model.device_watch import DeviceWatch, Looks
 from lowdiff.types import AverageStep
 from tests.unit.model.test_watch import WRITES, Model, Write, all_of_it, one_element
@@ -25,7 +26,11 @@ class There(Model):
     def __init__(self, *, is_live: bool = True, ranks: tuple[int, int] = (0, 1)) -> None:
         super().__init__(is_live=is_live, ranks=ranks)
         self.device_watch = DeviceWatch(
-            self.attached, {"ema": self.average}, *ranks, mode="live" if is_live else "recovery"
+            self.attached,
+            {"ema": self.average},
+            *ranks,
+            sums=plain_sums,
+            mode="live" if is_live else "recovery",
         )
         self.watch = self.device_watch  # type: ignore[assignment]
 
