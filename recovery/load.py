@@ -43,8 +43,9 @@ from lowdiff.recovery.state import (
     TENSOR_ITEM,
     OptimizerState,
     RecoveredState,
+    decode_item,
 )
-from lowdiff.types import Fence, ParameterSpec
+from lowdiff.types import Fence, ItemRef, ParameterSpec
 
 #: Read at once; larger tensors are a batch of their own.
 _BATCH_BYTES = 64 << 20
@@ -135,7 +136,7 @@ def load_snapshot(
     state.items = [{**constants, **items} for items in state.items]
     for name in fence.averages:
         item = STATEFUL_ITEM + name
-        if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
+        if len({_num_updates(i, item) for i in state.items if item in i}) > 1:
             raise DamagedFile(
                 snapshot.folder,
                 f"its shards hold {name!r} after different numbers of updates; update an "
@@ -146,6 +147,12 @@ def load_snapshot(
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
     return state
+
+
+def _num_updates(items: Mapping[str, bytes], item: str) -> int:
+    """How often an average was updated; what lay on an accelerator is an item of its own."""
+    count = decode(items[item])["n_averaged"]
+    return int(decode_item(count.name, items[count.name]) if isinstance(count, ItemRef) else count)
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:

@@ -23,7 +23,6 @@ from lowdiff.core import devices
 from lowdiff.core.memory import byte_view
 from lowdiff.persistence.format.image import RESIDUAL
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery.state import AVERAGE_ITEM
 from tests.crash.lives import as_from_an_accelerator
 from tests.unit.loops import Loop, fail_once, small_model, wait_until
 
@@ -183,9 +182,7 @@ def test_a_snapshot_is_of_its_step_though_an_optimizer_steps_while_it_is_on_its_
     assert bool(residual) == (settings is LOG)
 
 
-def test_an_average_is_of_its_step(
-    tmp_path: Path, shown: list[int], written: dict[int, dict[str, bytes]]
-) -> None:
+def test_an_average_is_of_its_step(tmp_path: Path, shown: list[int]) -> None:
     loop = Loop(tmp_path, settings={"snapshot_every": 2, **SURVIVORS})
     average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     loop.attach(ema=average)
@@ -199,9 +196,9 @@ def test_an_average_is_of_its_step(
             expected = {name: bytes(byte_view(value.detach())) for name, value in named}
     wait_until(lambda: 2 in shown)
     loop.die()
-    prefix = f"{AVERAGE_ITEM}ema/"
+    averaged = recovered(loop, 2).averages["ema"]
     assert expected
-    assert {name: written[2][prefix + name] for name in expected} == expected
+    assert {name: bytes(byte_view(averaged[name])) for name in expected} == expected
 
 
 def clamps(loop: Loop) -> None:
