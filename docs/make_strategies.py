@@ -73,7 +73,7 @@ STRATEGIES = (
         keeps_steps=True,
         outlives=True,
         lost=(0, 0, 200, 200),
-        choose="training as it is, and any step back",
+        choose="training as it is, any step back",
         back="the last 100 to 200, in memory",
         cost="+2 to 5 %; not run",
     ),

@@ -227,7 +227,10 @@ def _recorder(
         reducer = settings.compressor.bind(attached.layout, live.residual, group, peers)
     gradients = Gradients(attached, asked.hook)
     if strategy.is_replayed:
-        gradients = RecordedGradients(attached, asked.hook, reducer, scaling, live.residual)
+        departs = strategy.keeps_gradients and devices.comes_late(attached.device)
+        gradients = RecordedGradients(
+            attached, asked.hook, reducer, scaling, live.residual, departs=departs
+        )
     return Recorder(
         live,
         reducer,
@@ -237,7 +240,6 @@ def _recorder(
         watches=settings.watch if strategy.is_replayed else "",
         most_calls=memory.optimizer_steps,
         is_replayed=strategy.is_replayed,
-        departs_ahead=strategy.keeps_gradients and devices.comes_late(attached.device),
         peers=peers,
     )
 

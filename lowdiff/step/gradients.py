@@ -18,7 +18,7 @@ from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import add_up, is_sharded
 from lowdiff.model.shared_memory import is_whole
-from lowdiff.protocols import Reducer
+from lowdiff.protocols import Departed, Reducer
 from lowdiff.step.ddp_hook import HookState
 from lowdiff.step.verdict import Verdict
 
@@ -63,6 +63,10 @@ class Gradients:
             gradients = {i: p.grad for i, p in owned.items() if p.grad is not None}
             self._refuse_not_averaged(self._hook, gradients, step)
         return []
+
+    def depart(self) -> Departed | None:
+        """Begin to take off an accelerator what was consumed last, before it may be overwritten; None where it is not kept."""
+        return None
 
     def skipped(self, optimizer: int) -> None:
         """Tell that the optimizer skipped its step, for a verdict that was not known in `consume`."""
@@ -113,6 +117,7 @@ class RecordedGradients(Gradients):
         reducer: Compresses them, also in place where there is no communication hook.
         scaling: Knows what multiplied them since their exchange.
         residual: Settled where they are consumed.
+        departs: Whether they leave an accelerator as they are.
     """
 
     def __init__(
@@ -122,8 +127,11 @@ class RecordedGradients(Gradients):
         reducer: Reducer,
         scaling: Scaling,
         residual: RotatingResidual,
+        *,
+        departs: bool,
     ) -> None:
         super().__init__(attached, hook)
+        self._departs = departs
         self._reducer = reducer
         self._scaling = scaling
         self._residual = residual
@@ -159,6 +167,10 @@ class RecordedGradients(Gradients):
         else:
             self._residual.settle(self._own_of(i for i, g in enumerate(gradients) if g is not None))
         return [i for i in owned if gradients[i] is None]
+
+    def depart(self) -> Departed | None:
+        """See `Gradients.depart`."""
+        return self._reducer.depart() if self._departs else None
 
     def _owned(self, optimizer: int) -> list[int]:
         owner = self._attached.owner

@@ -53,8 +53,6 @@ class Recorder:
             one is an error.
         is_replayed: Whether recovery replays steps. If not, it makes no difference what else than an
             optimizer wrote: only full snapshots are recovered, and they hold it.
-        departs_ahead: Whether gradients leave an accelerator as soon as an optimizer consumes them: later they may
-            be overwritten.
         peers: Ranks whose payloads are read as well.
 
     Attributes:
@@ -77,7 +75,6 @@ class Recorder:
         watches: str,
         most_calls: int,
         is_replayed: bool,
-        departs_ahead: bool,
         peers: Sequence[int],
     ) -> None:
         self._live = live
@@ -87,7 +84,6 @@ class Recorder:
         self.proofs = proofs
         self._most_calls = most_calls
         self._is_replayed = is_replayed
-        self._departs_ahead = departs_ahead
         self._peers = peers
         specs = enumerate(live.attached.specs)
         #: Optimizers that do more than work element by element.
@@ -201,8 +197,8 @@ class Recorder:
         is_loggable = step.calls <= self._most_calls
         if not is_loggable:
             step.changes.add(Change.TOO_MANY_CALLS)
-        elif self._departs_ahead:
-            step.departed[len(step.earlier), index] = self.reducer.depart()
+        elif (departed := self._gradients.depart()) is not None:
+            step.departed[len(step.earlier), index] = departed
         return is_loggable
 
     def _judged(self, optimizer: int, done: OptimizerStep, verdict: Verdict) -> OptimizerStep:

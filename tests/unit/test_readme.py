@@ -67,12 +67,12 @@ def test_its_tables_and_pictures_are_those_of_the_strategies(tmp_path: Path) -> 
 def test_a_strategy_is_one_row_and_one_lane(tmp_path: Path) -> None:
     strategies = make_strategies.STRATEGIES
     assert [s.name for s in strategies] == [*STRATEGIES]
-    four = [*strategies, strategies[1]]
-    assert len(make_strategies.readme_rows(four).splitlines()) == 2 + 4
-    three_lanes, four_lanes = tmp_path / "3.svg", tmp_path / "4.svg"
-    make_strategies.draw(three_lanes, "light")
-    make_strategies.draw(four_lanes, "light", four)
-    assert height(four_lanes) > height(three_lanes)
+    more = [*strategies, strategies[1]]
+    assert len(make_strategies.readme_rows(more).splitlines()) == 2 + len(more)
+    lanes, more_lanes = tmp_path / "lanes.svg", tmp_path / "more.svg"
+    make_strategies.draw(lanes, "light")
+    make_strategies.draw(more_lanes, "light", more)
+    assert height(more_lanes) > height(lanes)
 
 
 def height(path: Path) -> float:
