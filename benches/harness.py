@@ -181,7 +181,8 @@ def pin(cores: Iterable[int], pid: int | None = None) -> None:
     """
     tasks = os.listdir(f"/proc/{os.getpid() if pid is None else pid}/task")
     for task in tasks:
-        os.sched_setaffinity(int(task), cores)
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(task), cores)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -168,7 +168,25 @@ class Replica:
         waits = self._settings.waits or self._end_step >= 0
         if waits and self._shard is not None and is_time:
             self._take_image()
+            self._look_for_memory()
         time.sleep(self._rest.next_seconds())
+
+    def _look_for_memory(self) -> None:
+        """Say that an image finds memory again, where the state is past the step of the one that did not.
+
+        Where an error ends a commit, training comes to no later step before.
+        """
+        assert self._shard is not None
+        is_due = self._settings.is_image_due(self._shard.step)
+        if is_due or self._is_writing() or not self._troubles.get("image"):
+            return
+        try:
+            stage_image(self._staging.replica_image, shard_images(self._shard.state))
+        except StorageError:
+            self._retry_image_at = time.monotonic() + _RETRY_SECONDS
+            return
+        self._staging.replica_image.unlink(missing_ok=True)
+        self._report("image", "")
 
     def _look_for_trainer(self) -> bool:
         """Whether the trainer died, so that nothing more will be staged."""

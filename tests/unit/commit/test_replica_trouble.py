@@ -23,6 +23,7 @@ from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.protect.replica.queue import ReplicaImages, ReplicaQueue
 from tests.mounts import fill, tmpfs_or_skip
 from tests.unit.commit.test_replica_queue import Life, in_trouble
+from tests.unit.loops import wait_until
 from tests.unit.persistence.made_runs import tear
 from tests.unit.recovery.training import flip
 
@@ -95,6 +96,23 @@ def test_want_of_memory_for_images_is_an_error_where_that_is_asked_for(memory: P
     life.wait(lambda stats: not stats["replica_error"])
     life.checkpointer.commit()
     life.step += 1
+    life.kill()
+    life.assert_recovered()
+
+
+@pytest.mark.slow
+def test_memory_that_is_there_again_ends_the_error_without_a_further_step(memory: Path) -> None:
+    life = Life(memory, snapshot_every=5)
+    life.run(4)
+    life.wait(lambda stats: stats["replica_step"] == 4)
+    ballast = fill(memory / "staging")
+    life.run(7)  # past the step whose image finds no memory
+    stats = life.checkpointer.stats
+    wait_until(
+        lambda: stats()["replica_step"] == 7 and "no image of step 5" in stats()["replica_error"]
+    )
+    ballast.unlink()
+    life.wait(lambda stats: not stats["replica_error"])
     life.kill()
     life.assert_recovered()
 
