@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.all_trainings import PLAIN, TRAININGS
-from tests.crash.lives import Kill, assert_identical, history
+from tests.crash.lives import Kill, assert_identical, assert_resumed, history
 from tests.crash.pool import Pool
 
 STEPS = 12
@@ -29,12 +29,14 @@ def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
         kills=kills,
         settings=PLUS,
     )
-    assert killed.resumed == [5, 10 if world_size == 1 else 9]
+    assert_resumed(killed, [5, 10 if world_size == 1 else 9])
     assert_identical(killed, whole)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_from_memory(
+    pool: Pool, engine: str, tmp_path: Path, world_size: int
+) -> None:
     check(pool, tmp_path, "gpt_adamw", world_size)
 
 
@@ -54,13 +56,15 @@ def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path, world_size
     ],
 )
 def test_every_training_goes_on_from_memory(
-    pool: Pool, tmp_path: Path, name: str, world_size: int
+    pool: Pool, engine: str, tmp_path: Path, name: str, world_size: int
 ) -> None:
     check(pool, tmp_path, name, world_size)
 
 
 @pytest.mark.slow
-def test_no_rank_needs_to_see_the_memory_of_another(pool: Pool, tmp_path: Path) -> None:
+def test_no_rank_needs_to_see_the_memory_of_another(
+    pool: Pool, engine: str, tmp_path: Path
+) -> None:
     build = TRAININGS["gpt_adamw"]
     whole = history(pool, build, tmp_path / "whole", world_size=2, until=STEPS, settings=PLUS)
     killed = history(
@@ -74,5 +78,5 @@ def test_no_rank_needs_to_see_the_memory_of_another(pool: Pool, tmp_path: Path) 
         run="node{rank}/run",
         staging="node{rank}/staging",
     )
-    assert killed.resumed == [7]
+    assert_resumed(killed, [7])
     assert_identical(killed, whole)

@@ -76,7 +76,6 @@ def test_a_snapshot_that_a_step_needs_and_does_not_get_is_taken_at_a_later_commi
     tried = fail_once(monkeypatch, Images, "write", error("once"), call=2)
     with ExitStack() as late:
         if is_late:
-            late.enter_context(testing.whole_buckets())
             late.enter_context(as_from_an_accelerator(0))
         loop = Loop(tmp_path, settings={"snapshot_every": 1000})
         loop.attach()
@@ -127,7 +126,6 @@ def lived(
     with pytest.MonkeyPatch.context() as patch, ExitStack() as late:
         patch.setattr(Images, "write", failing)
         if is_late:
-            late.enter_context(testing.whole_buckets())
             late.enter_context(as_from_an_accelerator(rank))
         began = checkpointer.attach(model, optimizer)
         for number in range(began, until + 1):

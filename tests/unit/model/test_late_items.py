@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ NAMES = ("buffer/a", "buffer/b", "frozen/w")
 
 @pytest.fixture(autouse=True)
 def _late() -> Iterator[None]:
-    with ExitStack() as late:
-        late.enter_context(as_from_an_accelerator(0))
+    with as_from_an_accelerator(0):
         yield
 
 
