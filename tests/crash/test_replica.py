@@ -1,43 +1,54 @@
-"""Without compression: the replica's memory gives back the bits of the uninterrupted run."""
+"""Without compression: the replica's memory, or the last snapshot, gives back the bits of the uninterrupted run."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.crash.all_trainings import PLAIN, TRAININGS
-from tests.crash.lives import Kill, assert_identical, assert_resumed, history
+from tests.crash.lives import History, Kill, assert_identical, assert_resumed, history
 from tests.crash.pool import Pool
 
 STEPS = 12
-PLUS = {"compressor": None, "reproducible": True, "snapshot_every": 4}
+PLUS: dict[str, Any] = {"compressor": None, "reproducible": True, "snapshot_every": 4}
+SURVIVORS = {**PLUS, "strategy": "survivors"}
 
 
-def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
+def killed_twice(
+    pool: Pool, folder: Path, name: str, world_size: int, settings: dict[str, Any] = PLUS
+) -> History:
+    """Lives of a training, whose bits are compared with those of an uninterrupted one."""
+    build = TRAININGS[name]
     whole = history(
-        pool, TRAININGS[name], folder / "whole", world_size=world_size, until=STEPS, settings=PLUS
+        pool, build, folder / "whole", world_size=world_size, until=STEPS, settings=settings
     )
     everyone = frozenset(range(world_size))
-    kills = [Kill(5, staged_by=everyone), Kill(10, staged_by=frozenset({0}), writers=False)]
     killed = history(
         pool,
-        TRAININGS[name],
+        build,
         folder / "killed",
         world_size=world_size,
         until=STEPS,
-        kills=kills,
-        settings=PLUS,
+        kills=[Kill(5, staged_by=everyone), Kill(10, staged_by=frozenset({0}), writers=False)],
+        settings=settings,
     )
-    assert_resumed(killed, [5, 10 if world_size == 1 else 9])
     assert_identical(killed, whole)
+    return killed
 
 
+def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
+    killed = killed_twice(pool, folder, name, world_size)
+    assert_resumed(killed, [5, 10 if world_size == 1 else 9])
+
+
+@pytest.mark.parametrize("name", ["gpt_adamw", pytest.param("cnn_sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_from_memory(
-    pool: Pool, engine: str, tmp_path: Path, world_size: int
+    pool: Pool, engine: str, tmp_path: Path, name: str, world_size: int
 ) -> None:
-    check(pool, tmp_path, "gpt_adamw", world_size)
+    check(pool, tmp_path, name, world_size)
 
 
 @pytest.mark.turns(2)
@@ -59,6 +70,19 @@ def test_every_training_goes_on_from_memory(
     pool: Pool, engine: str, tmp_path: Path, name: str, world_size: int
 ) -> None:
     check(pool, tmp_path, name, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_adamw", "cnn_sgd"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_where_no_survivor_is_left_it_goes_on_from_the_last_snapshot(
+    pool: Pool, engine: str, tmp_path: Path, name: str, world_size: int
+) -> None:
+    killed = killed_twice(pool, tmp_path, name, world_size, SURVIVORS)
+    # One that was on its way is lost.
+    most = SURVIVORS["snapshot_every"] if engine == "late" else 0
+    for resumed, snapshot in zip(killed.resumed, [4, 8], strict=True):
+        assert resumed in (snapshot - most, snapshot)
 
 
 @pytest.mark.slow
