@@ -44,7 +44,7 @@ from lowdiff.recovery.state import (
     OptimizerState,
     RecoveredState,
 )
-from lowdiff.types import Fence, ParameterSpec
+from lowdiff.types import Fence, ItemRef, ParameterSpec
 
 #: Read at once; larger tensors are a batch of their own.
 _BATCH_BYTES = 64 << 20
@@ -134,8 +134,8 @@ def load_snapshot(
         merge(state, _checked(snapshot.folder, manifest, fence, num_threads, share))
     state.items = [{**constants, **items} for items in state.items]
     for name in fence.averages:
-        item = STATEFUL_ITEM + name
-        if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
+        counts = {_updates(STATEFUL_ITEM + name, items) for items in state.items}
+        if len(counts - {None}) > 1:
             raise DamagedFile(
                 snapshot.folder,
                 f"its shards hold {name!r} after different numbers of updates; update an "
@@ -146,6 +146,20 @@ def load_snapshot(
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
     return state
+
+
+def _updates(item: str, items: Mapping[str, bytes]) -> int | None:
+    """Return how often an average was updated; None where what says so is not here."""
+    if item not in items:
+        return None
+    count = decode(items[item])["n_averaged"]
+    if isinstance(
+        count, ItemRef
+    ):  # from an accelerator it came apart, as a tensor of one rank's items
+        if count.name not in items:
+            return None
+        count = decode(items[count.name])
+    return int(count)
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:
