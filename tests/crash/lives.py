@@ -117,15 +117,19 @@ def _lived(
 
 
 @contextmanager
-def as_from_an_accelerator(seed: int) -> Iterator[None]:
+def as_from_an_accelerator(seed: int, most_seconds: float = 0.05) -> Iterator[None]:
     """Payloads, of whole buckets, looks, items and hyper-parameters arrive late; staging has copies of the residual, of each step.
 
     A copy more than usual, where three are of 48 steps: ranks may be a step apart, and stage two steps late. With
     strategy replica the trainer takes the snapshots.
+
+    Args:
+        seed: Of how late each is.
+        most_seconds: How late at most.
     """
     with (
         lowdiff.testing.whole_buckets(),
-        lowdiff.testing.late_copies(seed=seed),
+        lowdiff.testing.late_copies(most_seconds=most_seconds, seed=seed),
         mock.patch("lowdiff.core.devices.comes_late", return_value=True),
         lowdiff.testing.late_looks(),
         mock.patch.object(Attached, "is_on_host", False),
