@@ -135,8 +135,8 @@ def load_snapshot(
         merge(state, _checked(snapshot.folder, manifest, fence, num_threads, share))
     state.items = [{**constants, **items} for items in state.items]
     for name in fence.averages:
-        item = STATEFUL_ITEM + name
-        if len({_num_updates(i, item) for i in state.items if item in i}) > 1:
+        counts = {_updates(STATEFUL_ITEM + name, items) for items in state.items}
+        if len(counts - {None}) > 1:
             raise DamagedFile(
                 snapshot.folder,
                 f"its shards hold {name!r} after different numbers of updates; update an "
@@ -149,10 +149,16 @@ def load_snapshot(
     return state
 
 
-def _num_updates(items: Mapping[str, bytes], item: str) -> int:
-    """How often an average was updated; what lay on an accelerator is an item of its own."""
+def _updates(item: str, items: Mapping[str, bytes]) -> int | None:
+    """Return how often an average was updated; None where what says so is not here."""
+    if item not in items:
+        return None
     count = decode(items[item])["n_averaged"]
-    return int(decode_item(count.name, items[count.name]) if isinstance(count, ItemRef) else count)
+    if isinstance(count, ItemRef):  # it came from an accelerator, as an item of its own
+        if count.name not in items:
+            return None
+        count = decode_item(count.name, items[count.name])
+    return int(count)
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:

@@ -6,7 +6,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from lowdiff import testing
 from lowdiff.persistence.files import detached_process as detached
 from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
+from tests.crash.lives import as_from_an_accelerator
 from tests.crash.pool import Pool
 
 # Before anything loads a kernel: without a device they are interpreted.
@@ -62,20 +63,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Divide the cases of a test: ``cases(n)`` leaves all but the first n to `make test-all`.
 
-    Of the slow ones ``turns(k)`` leaves all but every k-th to `make soak`.
+    Of the slow ones ``turns(k)`` leaves all but every k-th to `make soak`; those of an engine take turns by themselves.
     """
     quick: Counter[str] = Counter()
-    slow: Counter[str] = Counter()
+    slow: Counter[tuple[str, str]] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
         if (marker := item.get_closest_marker("cases")) and not item.get_closest_marker("slow"):
             quick[name] += 1
             if quick[name] > marker.args[0]:
                 item.add_marker(pytest.mark.slow)
-        if (marker := item.get_closest_marker("turns")) and item.get_closest_marker("slow"):
-            if slow[name] % marker.args[0]:
+        is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("campaign")
+        if (marker := item.get_closest_marker("turns")) and is_slow:
+            assert isinstance(item, pytest.Function)
+            turn = name, str(item.callspec.params.get("engine"))
+            if slow[turn] % marker.args[0]:
                 item.add_marker(pytest.mark.campaign)
-            slow[name] += 1
+            slow[turn] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,6 +108,14 @@ def pool() -> Iterator[Pool]:
     made = Pool(3)
     yield made
     made.close()
+
+
+@pytest.fixture(params=["host", pytest.param("late", marks=pytest.mark.slow)])
+def engine(request: pytest.FixtureRequest, pool: Pool) -> Iterator[str]:
+    """How what a step leaves reaches staging in all that the pool runs: at once, or late as from an accelerator."""
+    engine: str = request.param
+    with pool.within(as_from_an_accelerator) if engine == "late" else nullcontext():
+        yield engine
 
 
 @pytest.fixture(autouse=True)

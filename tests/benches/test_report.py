@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benches.bench_device_ops import ARMS
 from benches.report import REPORTED, ROOT, records_in, rendered, sections_of
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -41,6 +42,31 @@ def test_figures_follow_their_result(tmp_path: Path) -> None:
     text = rendered("<!-- figures: overhead -->\n<!-- end -->\n", records_in(tmp_path))
     assert "| its 95 % upper bound | 4.9 % | 3.1 % |" in text
     assert "| target of the bound | 5 %: met | 3 %: **missed** |" in text
+
+
+def test_a_snapshot_is_weighed_against_a_copy_once_that_is_measured(tmp_path: Path) -> None:
+    record = json.loads((RESULTS / "overhead.json").read_text(encoding="utf-8"))
+    for arm, ratio in (("", 2.49), ("watch_recovery_", 2.51)):
+        record["summary"][f"{arm}snapshot_over_memcpy"] = ratio
+        record["summary"][f"{arm}snapshot_first_over_memcpy"] = 2 * ratio
+    (tmp_path / "overhead.json").write_text(json.dumps(record), encoding="utf-8")
+    text = rendered("<!-- figures: overhead -->\n<!-- end -->\n", records_in(tmp_path))
+    row = "| the same, over a plain copy of its bytes | 2.49, target 2.5: met | 2.51, target 2.5: **missed** |"
+    assert row in text
+    assert "| the first one, in `attach`, likewise | 4.98 | 5.02 |" in text
+
+
+def test_every_arm_that_was_counted_has_a_row(tmp_path: Path) -> None:
+    record = json.loads((RESULTS / "device_ops.json").read_text(encoding="utf-8"))
+    summary = record["summary"]
+    of_first = {key: summary[key] for key in summary if f"clipped_{key}" in summary}
+    for number, arm in enumerate(ARMS):
+        own = {f"{arm}{key}": value for key, value in of_first.items()}
+        record["summary"] |= own | {f"{arm}snapshot_launches": 9000 + number}
+    (tmp_path / "device_ops.json").write_text(json.dumps(record), encoding="utf-8")
+    text = rendered("<!-- figures: device_ops -->\n<!-- end -->\n", records_in(tmp_path))
+    for number in range(len(ARMS)):
+        assert f"| {9000 + number} |" in text
 
 
 def test_a_bench_without_a_result_is_not_measured_yet() -> None:

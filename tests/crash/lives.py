@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 
 import lowdiff
 import lowdiff.testing
+from lowdiff.commit.pending import MOST_LATE
 from lowdiff.compressors import TopK
+from lowdiff.model.binding import Attached
 from lowdiff.persistence.format.values import encode
-from lowdiff.protocols import LossScale
-from lowdiff.step.residual import CopiedResidual
-from lowdiff.types import Layout
 from tests.crash.pool import Pool
 from tests.crash.trainings import Builder, Training
 
@@ -46,11 +45,13 @@ class Life:
 
     Attributes:
         resumed: What ``attach`` returned.
+        committed: What this rank knew to be committed when it ended.
         losses: Step -> loss as hexadecimal float.
         state: Name -> SHA-256 of every tensor and object, at the life's end.
     """
 
     resumed: int
+    committed: int
     losses: dict[int, str]
     state: dict[str, str]
 
@@ -73,7 +74,6 @@ def live(
     made = build(rank, world_size)
     settings = dict(settings)
     by_buckets = settings.pop("by_buckets", False)  # see `lowdiff.testing.whole_buckets`
-    is_late = settings.pop("is_late", False)  # see `as_from_an_accelerator`
     checkpointer = lowdiff.Checkpointer(
         run.format(rank=rank),
         staging=staging.format(rank=rank),
@@ -85,9 +85,7 @@ def live(
             **settings,
         },
     )
-    with lowdiff.testing.whole_buckets() if by_buckets else nullcontext(), ExitStack() as late:
-        if is_late:
-            late.enter_context(as_from_an_accelerator(rank))
+    with lowdiff.testing.whole_buckets() if by_buckets else nullcontext():
         resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
         return _lived(made, checkpointer, resumed, rank, until, kill)
 
@@ -110,28 +108,31 @@ def _lived(
         if kill is not None and step + 1 == kill.step:
             if rank in kill.staged_by:
                 checkpointer.commit()
+            committed = checkpointer.stats()["committed_step"]
             lowdiff.testing.kill(checkpointer, processes=kill.writers)
-            return Life(resumed, losses, {})
+            return Life(resumed, committed, losses, {})
     state = digests(made)
     checkpointer.close()
-    return Life(resumed, losses, state)
+    return Life(resumed, until, losses, state)
 
 
 @contextmanager
-def as_from_an_accelerator(seed: int) -> Iterator[None]:
-    """Payloads, looks, items and hyper-parameters arrive late, and staging has copies of the residual, of each step.
+def as_from_an_accelerator(seed: int, most_seconds: float = 0.05) -> Iterator[None]:
+    """Payloads, of whole buckets, looks, items and hyper-parameters arrive late; staging has copies of the residual, of each step.
 
-    A copy more than usual, where three are of 48 steps: ranks may be a step apart, and stage two steps late.
+    A copy more than usual, where three are of 48 steps: ranks may be a step apart, and stage two steps late. With
+    strategy replica the trainer takes the snapshots.
+
+    Args:
+        seed: Of how late each is.
+        most_seconds: How late at most.
     """
-
-    def copied(path: Path, layout: Layout, loss_scale: LossScale) -> CopiedResidual:
-        return CopiedResidual(path, layout, torch.device("cpu"), loss_scale)
-
     with (
-        lowdiff.testing.late_copies(seed=seed),
+        lowdiff.testing.whole_buckets(),
+        lowdiff.testing.late_copies(most_seconds=most_seconds, seed=seed),
         mock.patch("lowdiff.core.devices.comes_late", return_value=True),
         lowdiff.testing.late_looks(),
-        mock.patch("lowdiff.attach.begin.StagedResidual", copied),
+        mock.patch.object(Attached, "is_on_host", False),
         mock.patch("lowdiff.step.residual.COPIED_EVERY", 1),
         mock.patch("lowdiff.step.residual.NUM_SLOTS", 4),
     ):
@@ -214,6 +215,15 @@ def history(
         for kill in [*kills, None]
     ]
     return History(tuple(lives))
+
+
+def assert_resumed(found: History, expected: Sequence[int], engine: str = "host") -> None:
+    """Every life began where it had to, with nothing lost that was committed; late steps may have been on their way."""
+    most = MOST_LATE if engine == "late" else 0
+    for before, resumed, step in zip(found.lives, found.resumed, expected, strict=False):
+        assert step - most <= resumed <= step, (found.resumed, expected)
+        assert max(life.committed for life in before) <= resumed
+    assert len(found.resumed) == len(expected)
 
 
 def assert_identical(interrupted: History, uninterrupted: History) -> None:

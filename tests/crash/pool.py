@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _IDLE_SECONDS = 40.0
 _PATIENCE_SECONDS = 60.0
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
+#: ``around(rank)``, importable by name: a job runs inside what it returns.
+Around = Callable[[int], AbstractContextManager[object]]
 
 
 class JobFailed(Exception):
@@ -46,6 +48,7 @@ class Pool:
     def __init__(self, size: int) -> None:
         self._context = torch_loaded()
         self._size = size
+        self._around: Around = nullcontext
         self._folder = tempfile.TemporaryDirectory()
         self._start()
 
@@ -65,6 +68,15 @@ class Pool:
     def _stacks_of(self, index: int) -> Path:
         return Path(self._folder.name) / f"stacks-{index}"
 
+    @contextmanager
+    def within(self, around: Around) -> Iterator[None]:
+        """Have every job, on each of its ranks, run inside a context."""
+        before, self._around = self._around, around
+        try:
+            yield
+        finally:
+            self._around = before
+
     def run(self, job: Job, world_size: int, *arguments: Any) -> list[Any]:
         """Run a job on ranks ``0 .. world_size - 1``; results in rank order.
 
@@ -78,7 +90,7 @@ class Pool:
             self._wait_for_idle(world_size)
             try:
                 for rank, pipe in enumerate(self._pipes[:world_size]):
-                    pipe.send((job, rank, world_size, store, arguments))
+                    pipe.send((self._around, job, rank, world_size, store, arguments))
                 self._collect(answers, world_size)
             except EOFError as error:
                 self._replace()
@@ -173,9 +185,11 @@ def _serve(pipe: Connection, stacks: str) -> None:
         pipe.send("idle")
         if (work := pipe.recv()) is None:
             return
-        job, rank, world_size, store, arguments = work
+        around, job, rank, world_size, store, arguments = work
         try:
-            pipe.send((True, _run(job, rank, world_size, store, arguments)))
+            with around(rank):
+                found = _run(job, rank, world_size, store, arguments)
+            pipe.send((True, found))
         except Exception:
             pipe.send((False, traceback.format_exc()))
         # A dead process's connections are closed, for which other ranks wait that had begun to tell it

@@ -47,7 +47,7 @@ def train(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_the_mean_of_what_is_owed_survives_a_change_of_world_size(
-    pool: Pool, tmp_path: Path, name: str
+    pool: Pool, engine: str, tmp_path: Path, name: str
 ) -> None:
     compressor, sizes = FAMILY[name], [2, 3, 1]
     owed: list[Residual] = [{}]
@@ -93,7 +93,7 @@ def lose_snapshots_after(folder: Path, kept: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_rank_goes_on_with_its_own_where_the_snapshot_of_the_change_is_lost(
-    pool: Pool, tmp_path: Path, first: int, then: int
+    pool: Pool, engine: str, tmp_path: Path, first: int, then: int
 ) -> None:
     compressor = FAMILY["topk"]
     pool.run(train, first, str(tmp_path), compressor, 4)

@@ -197,7 +197,7 @@ def names_read(folder: Path, reads: Reads) -> dict[str, set[str]]:
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shares_that_are_exchanged_are_the_whole_state(
-    pool: Pool, tmp_path: Path, name: str, world_size: int
+    pool: Pool, engine: str, tmp_path: Path, name: str, world_size: int
 ) -> None:
     ended = pool.run(live, world_size, name, str(tmp_path), KILLED, "killed")
     began = pool.run(live, world_size, name, str(tmp_path), KILLED + 1, "closed")
@@ -224,7 +224,9 @@ def test_the_bytes_that_a_rank_reads_fall_with_the_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_q_and_residuals_are_read_by_their_rank_alone(pool: Pool, tmp_path: Path) -> None:
+def test_q_and_residuals_are_read_by_their_rank_alone(
+    pool: Pool, engine: str, tmp_path: Path
+) -> None:
     compressor = FAMILY["powersgd"]
     pool.run(live, 2, "cnn_sgd", str(tmp_path / "made"), UNTIL, "closed", compressor)
     folder = copied(tmp_path / "made", tmp_path / "again")
@@ -240,7 +242,7 @@ def test_q_and_residuals_are_read_by_their_rank_alone(pool: Pool, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_part_that_one_rank_finds_damaged_sends_all_to_the_same_older_snapshot(
-    pool: Pool, tmp_path: Path
+    pool: Pool, engine: str, tmp_path: Path
 ) -> None:
     ended = pool.run(live, 3, "gpt_adamw", str(tmp_path), KILLED, "left to its writer")
     part = wait_for(tmp_path / "run/snapshots/i000000-s0000000010", ranks=3)[2]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.crash.lives import History, Kill, assert_identical, history
+from tests.crash.lives import History, Kill, assert_identical, assert_resumed, history
 from tests.crash.pool import Pool
 from tests.crash.trainings import TRAININGS, Training
 
@@ -120,6 +120,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Undistu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
     pool: Pool,
+    engine: str,
     tmp_path: Path,
     undisturbed: Undisturbed,
     strategy: str,
@@ -139,7 +140,7 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
         kills=[Kill(REMOVED_AT + 5, staged_by=everyone)],
         settings=settings,
     )
-    assert killed.resumed == [REMOVED_AT + 5]
+    assert_resumed(killed, [REMOVED_AT + 5], engine if strategy == "log" else "host")
     assert_identical(killed, undisturbed(strategy, world_size))
 
 
@@ -159,6 +160,7 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_right_after_it_goes_on_from_an_exact_step(
     pool: Pool,
+    engine: str,
     tmp_path: Path,
     undisturbed: Undisturbed,
     strategy: str,
@@ -186,7 +188,9 @@ def test_killed_right_after_it_goes_on_from_an_exact_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_close_makes_the_last_step_durable(pool: Pool, tmp_path: Path, strategy: str) -> None:
+def test_close_makes_the_last_step_durable(
+    pool: Pool, engine: str, tmp_path: Path, strategy: str
+) -> None:
     folder, build = tmp_path, build_of(tmp_path, {0}, remove_own, True)
     settings = STRATEGIES[strategy]
     (first,) = history(

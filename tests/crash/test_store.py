@@ -82,7 +82,7 @@ def weights(state: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_lost_nodes_are_replaced_from_the_store(
-    pool: Pool, tmp_path: Path, server: S3Server, lost: tuple[int, ...]
+    pool: Pool, engine: str, tmp_path: Path, server: S3Server, lost: tuple[int, ...]
 ) -> None:
     url = server.url(f"nodes-{len(lost)}")
     nodes = str(tmp_path / "node{rank}")

@@ -22,6 +22,8 @@ from tests.faults.victim import ONE_WORKER, describe, digest_of
 from tests.faults.zygote import Zygote, reported
 from tests.processes import is_alive
 
+#: What a campaign with that engine says of it.
+LATE = ", steps arrive late"
 _PATIENCE_SECONDS = 60.0
 #: For a life of thousands of steps, on a machine with other work.
 _LIFE_SECONDS = 900.0
@@ -39,6 +41,7 @@ class Campaign:
 
     Attributes:
         kind: Of the zygote's `SETTINGS`.
+        engine: ``"late"`` where copies come late, as from an accelerator; the uninterrupted life has ``"host"``.
         until: The run's last step; lives are killed before it.
         reference: Per rank: digest of every step in an uninterrupted life.
     """
@@ -50,21 +53,19 @@ class Campaign:
     outcome: Outcome
     chance: random.Random
     kind: str = "topk"
+    engine: str = "host"
     reference: list[dict[int, str]] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Live once without interruption."""
         whole = self.folder / "whole"
         whole.mkdir(parents=True)
-        for pid in self._spawn(whole):
+        for pid in self.zygote.spawn(whole, self.until, self.world_size, self.kind):
             _wait_for_end(pid, whole)
         for rank in range(self.world_size):
             lines = reported(whole, rank)
-            assert lines[-1][0] == "closed", (whole / f"output.{rank}").read_text()[-2000:]
-            self.reference.append({step: found for word, step, found in lines if word != "closed"})
-
-    def _spawn(self, folder: Path) -> list[int]:
-        return self.zygote.spawn(folder, self.until, self.world_size, self.kind)
+            assert lines[-1].word == "closed", (whole / f"output.{rank}").read_text()[-2000:]
+            self.reference.append({line.step: line.digest for line in lines[:-1]})
 
     def round(self, number: int) -> None:
         """Begin or go on with a life, kill something, and look at what is left."""
@@ -74,7 +75,7 @@ class Campaign:
         self.outcome.rounds += 1
         # A killed writer's trainer lives on, and is killed in the end of the round as well.
         begin = _size(target)
-        pids = self._spawn(target)
+        pids = self.zygote.spawn(target, self.until, self.world_size, self.kind, self.engine)
         if number % _EARLY_KILLS == 0:
             time.sleep(self.chance.random() * _EARLY_SECONDS)
         else:
@@ -101,14 +102,15 @@ class Campaign:
         committed = []
         for rank in range(self.world_size):
             lines = reported(target, rank)
-            committed.append(max((step for _, step, _ in lines), default=0))
-            for word, step, found in lines:
-                if word != "closed" and self.reference[rank].get(step) != found:
-                    self.outcome.lose(f"{what}: rank {rank} {word} step {step} with other bits")
+            committed.append(max((line.committed for line in lines), default=0))
+            for line in lines:
+                if line.word != "closed" and self.reference[rank].get(line.step) != line.digest:
+                    self.outcome.lose(
+                        f"{what}: rank {rank} {line.word} step {line.step} with other bits"
+                    )
         if not all(reported(target, rank) for rank in range(self.world_size)):
             return  # `attach` has never returned
-        # A rank learns with its next collective that a step was committed on the others as well.
-        last = committed[0] if self.world_size == 1 else max(committed) - 1
+        last = max(committed)
         try:
             self._recover(what, target, last)
         except LowDiffError as error:
@@ -134,16 +136,24 @@ class Campaign:
                 self.outcome.lose(f"{what}: step {step} came back with other bits")
 
 
-def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
+def kills(
+    folder: Path, rounds: int, *, world_size: int = 1, engine: str = "host", seed: int = 0
+) -> Outcome:
     """Kill a run of one process, or of several, ``rounds`` times; begin another where it ends."""
-    words = "one process" if world_size == 1 else f"{world_size} ranks"
+    words = described(world_size, engine)
     outcome = Outcome(f"SIGKILL of trainer, writer or both at random instants, {words}", seed)
     zygote = Zygote()
     until = 150 + 45 * rounds
-    place = folder / f"of-{world_size}"
+    place = folder / f"of-{world_size}-{engine}"
     chance = random.Random(seed)
-    campaign = Campaign(zygote, place, world_size, until, outcome, chance)
+    campaign = Campaign(zygote, place, world_size, until, outcome, chance, engine=engine)
     return carried_out(campaign, rounds, folder)
+
+
+def described(world_size: int, engine: str) -> str:
+    """The ranks of a run, and how their steps reach staging, in words."""
+    words = "one process" if world_size == 1 else f"{world_size} ranks"
+    return words + LATE * (engine == "late")
 
 
 def carried_out(campaign: Campaign, rounds: int, folder: Path) -> Outcome:

@@ -59,13 +59,13 @@ def _watch(life: Path, pid: int, rounds: int, outcome: Outcome) -> list[tuple[in
     recovered: list[tuple[int, str]] = []
     while outcome.rounds < rounds:
         if not is_alive(pid):
-            assert reported(life, 0)[-1][0] == "closed", _output(life)
+            assert reported(life, 0)[-1].word == "closed", _output(life)
             break
         # The staging memory of another machine is not seen.
         place = ("staging", "elsewhere")[outcome.rounds % 2]
         outcome.rounds += 1
         outcome.found[place] += 1
-        committed = max(step for _, step, _ in reported(life, 0)) if place == "staging" else 0
+        committed = reported(life, 0)[-1].committed if place == "staging" else 0
         try:
             report = verify(life / "run", life / place, options=ONE_WORKER)
             state = recover(life / "run", staging=life / place, options=ONE_WORKER)
@@ -87,7 +87,7 @@ def _output(life: Path) -> str:
 
 def _check(life: Path, recovered: list[tuple[int, str]], outcome: Outcome) -> None:
     """Compare what came back with what the life, which has ended, said of those steps."""
-    said = {step: found for word, step, found in reported(life, 0) if word != "closed"}
+    said = {line.step: line.digest for line in reported(life, 0) if line.word != "closed"}
     for step, found in recovered:
         # The last one may have been committed, and the life ended before it said so.
         if said.get(step, found) != found or step > max(said) + 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lowdiff.core.placement import place
 from tests.faults import node_rank
+from tests.faults.kills import LATE
 from tests.faults.node_rank import ALONE, REFUSED
 from tests.faults.nodes import Network, Node, Rank, why_no_nodes
 from tests.faults.outcome import Outcome
@@ -65,6 +66,7 @@ class LossCampaign:
         rounds: Number of losses.
         shares_disk: Whether all nodes have one run folder.
         kinds: What happens, in turn.
+        engine: Of all lives; see `tests.crash.launch.survivor_lives.ENGINES`.
         floor: The newest step that some rank has said to be replicated, or durable on a shared disk.
     """
 
@@ -77,6 +79,7 @@ class LossCampaign:
     kinds: Sequence[str]
     outcome: Outcome
     chance: random.Random
+    engine: str = "host"
     floor: int = -1
     #: Newest step that each rank has said to be durable: the run has what all have.
     _durables: list[int] = field(default_factory=list)
@@ -227,7 +230,7 @@ class LossCampaign:
             node.start(
                 node_rank.main,
                 *[rank, self.size, store, self.folder, until or self._until, self.strategy, run],
-                *["--copies", self.copies],
+                *["--copies", self.copies, "--engine", self.engine],
                 # As long as a residual takes on its way; else some steps have none.
                 *["--step-seconds", _STEP_SECONDS if self.strategy == "replicated" else 0],
                 output=self.folder / f"output.{rank}",
@@ -467,18 +470,20 @@ def node_losses(
     copies: int = 2,
     shares_disk: bool = False,
     kinds: Sequence[str] = KINDS,
+    engine: str = "host",
     seed: int = 0,
 ) -> Outcome:
     """Lose nodes of a run ``rounds`` times."""
     disk = ", one disk for all" if shares_disk else ""
-    outcome = Outcome(f"{strategy}: nodes of {size} are lost, {copies} copies{disk}", seed)
+    late = LATE * (engine == "late")
+    outcome = Outcome(f"{strategy}: nodes of {size} are lost, {copies} copies{disk}{late}", seed)
     outcome.not_run = why_no_nodes()
     if outcome.not_run:
         return outcome
-    target = folder / f"{strategy}-{size}-{copies}-{int(shares_disk)}"
+    target = folder / f"{strategy}-{size}-{copies}-{int(shares_disk)}-{engine}"
     chance = random.Random(f"{seed} {target.name}")
     campaign = LossCampaign(
-        target, strategy, size, copies, rounds, shares_disk, kinds, outcome, chance
+        target, strategy, size, copies, rounds, shares_disk, kinds, outcome, chance, engine
     )
     with outcome.timed():
         campaign.carry_out()

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lowdiff import compressors
 from lowdiff.errors import LowDiffError
 from lowdiff.model.sharding import local_of
 from tests.crash.launch.survivor import digest
+from tests.crash.lives import as_from_an_accelerator
 from tests.crash.trainings import batch, wrapped
 
 #: What a Checkpointer is told. A log that is never full makes nothing durable between two snapshots.
@@ -63,6 +65,7 @@ def main(*words: str) -> int:
         parser.add_argument(name, type=kind)
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--engine", choices=["host", "late"], default="host")
     args = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
@@ -109,8 +112,9 @@ def main(*words: str) -> int:
         }
         os.write(report, json.dumps(line).encode() + b"\n")
 
+    around = as_from_an_accelerator(rank) if args.engine == "late" else nullcontext()
     try:
-        with checkpointer:
+        with around, checkpointer:
             resumed = checkpointer.attach(model, optimizer, scheduler=scheduler)
             tell("resumed", resumed)
             for step in checkpointer.steps(args.until):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lowdiff.demo.launch import child_processes
 from lowdiff.recovery import recover
-from tests.faults.kills import Campaign, carried_out, wait_for_writers
+from tests.faults.kills import Campaign, carried_out, described, wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, digest_of
 from tests.faults.zygote import Zygote
@@ -38,15 +38,17 @@ class ReplicaCampaign(Campaign):
             self.outcome.lose(f"{what}: step {state.step} came back with other bits")
 
 
-def replica_kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
+def replica_kills(
+    folder: Path, rounds: int, *, world_size: int = 1, engine: str = "host", seed: int = 0
+) -> Outcome:
     """Kill a run without compression ``rounds`` times; begin another life where it ends."""
-    words = "one process" if world_size == 1 else f"{world_size} ranks"
+    words = described(world_size, engine)
     tried = f"SIGKILL of trainer, replica or both at random instants, {words}"
     outcome = Outcome(tried, seed)
     zygote = Zygote()
     until = 150 + 45 * rounds
-    place, chance = folder / f"of-{world_size}", random.Random(seed)
-    campaign = ReplicaCampaign(zygote, place, world_size, until, outcome, chance, "replica")
+    place, chance = folder / f"of-{world_size}-{engine}", random.Random(seed)
+    campaign = ReplicaCampaign(zygote, place, world_size, until, outcome, chance, "replica", engine)
     return carried_out(campaign, rounds, folder)
 
 

@@ -43,7 +43,7 @@ from tests.faults.stranger import HOSTILE, mutations, strangers
 from tests.faults.survivor_kills import LARGE_HIDDEN, survivor_kills
 
 #: About what the full size takes on two busy cores.
-FULL_MINUTES = 60.0
+FULL_MINUTES = 90.0
 _SMOKE = 0.004
 
 
@@ -93,6 +93,7 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "3 nodes with residuals": lambda: nodes(size(10, 2), strategy="replicated", size=3),
         "4 nodes with a log": lambda: nodes(size(18, 2), strategy="cast", size=4),
         "4 nodes, 3 copies": lambda: nodes(size(9, 2), strategy="replica", size=4, copies=3),
+        **late_campaigns(folder, size, seed),
         "looks": lambda: looks(folder / "looks", size(2000, 4)),
         "looks at replicas": lambda: looks(folder / "looks", size(1000, 4), kind="replica"),
         "cuts": lambda: cuts(victims(), every=every, seed=seed),
@@ -106,6 +107,40 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "mutations": lambda: mutations(victims()[0], size(20_000, 50), seed=seed),
         "fuzz": lambda: fuzz(segment(), size(20_000, 100), seconds=fuzzed_seconds, start=seed),
         "guided fuzz": lambda: fuzz_guided(segment(), folder, fuzzed_seconds),
+    }
+
+
+def late_campaigns(folder: Path, size: Callable[..., int], seed: int) -> Campaigns:
+    """Those of every strategy whose steps arrive late, as from an accelerator.
+
+    Args:
+        folder: Where they may write.
+        size: Scales a number of rounds; takes the least one as well.
+        seed: Of everything random.
+    """
+    late: dict[str, Any] = {"engine": "late", "seed": seed}
+    killed, replicas, survivors = (folder / n for n in ("kills", "replicas", "survivors"))
+    nodes = partial(node_losses, folder / "nodes", engine="late", seed=seed)
+    return {
+        "late kills": lambda: kills(killed, size(80, 3), **late),
+        "late kills of 2 ranks": lambda: kills(killed, size(50, 2), world_size=2, **late),
+        "late kills of 3 ranks": lambda: kills(killed, size(20, 1), world_size=3, **late),
+        "late replicas": lambda: replica_kills(replicas, size(40, 2), **late),
+        "late replicas of 2 ranks": lambda: replica_kills(
+            replicas, size(20, 1), world_size=2, **late
+        ),
+        "late replicas of 3 ranks": lambda: replica_kills(
+            replicas, size(10, 1), world_size=3, **late
+        ),
+        "late survivors of 2 ranks": lambda: survivor_kills(
+            survivors, size(60, 10), world_size=2, **late
+        ),
+        "late survivors of 3 ranks": lambda: survivor_kills(
+            survivors, size(40, 10), world_size=3, **late
+        ),
+        "2 nodes with a late log": lambda: nodes(size(18, 2), strategy="cast", size=2),
+        "2 nodes with late residuals": lambda: nodes(size(9, 2), strategy="replicated", size=2),
+        "2 nodes with a late replica": lambda: nodes(size(18, 2), strategy="replica", size=2),
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.crash.launch.survivor_lives import Lives, ended, life, reports
+from tests.faults.kills import LATE
 from tests.faults.outcome import Outcome
 from tests.processes import Script
 
@@ -43,6 +44,7 @@ class SurvivorCampaign:
         hidden: Width of the model.
         rounds: Number of failures.
         places: Where they are, in turn.
+        engine: Of lives that fail; see `tests.crash.launch.survivor_lives.ENGINES`.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class SurvivorCampaign:
     places: Sequence[str]
     outcome: Outcome
     chance: random.Random
+    engine: str = "host"
 
     def carry_out(self) -> None:
         """Live once without interruption, then fail in every life but the last."""
@@ -63,6 +66,7 @@ class SurvivorCampaign:
             assert script.wait(patience) == 0, script.printed()[-3000:]
         expected = reports(whole, self.world_size)
         before, said = "", ""
+        words += ["--engine", self.engine]
         for number in range(self.rounds):
             place = self.places[number % len(self.places)]
             self._fail(place, target, until, words, number)
@@ -154,15 +158,17 @@ def survivor_kills(
     world_size: int,
     hidden: int = 40,
     places: Sequence[str] = PLACES,
+    engine: str = "host",
     seed: int = 0,
 ) -> Outcome:
     """Let a rank of a run fail ``rounds`` times."""
     large = ", a state of more than 100 MB" if hidden >= LARGE_HIDDEN else ""
     how = "is killed, stopped or fails" if places is PLACES else "is killed, another in its save"
-    outcome = Outcome(f"survivors: one of {world_size} ranks {how}{large}", seed)
-    place = folder / f"of-{world_size}-{hidden}-{len(places)}"
+    late = LATE * (engine == "late")
+    outcome = Outcome(f"survivors: one of {world_size} ranks {how}{large}{late}", seed)
+    place = folder / f"of-{world_size}-{hidden}-{len(places)}-{engine}"
     chance = random.Random(seed + world_size)
-    campaign = SurvivorCampaign(place, world_size, hidden, rounds, places, outcome, chance)
+    campaign = SurvivorCampaign(place, world_size, hidden, rounds, places, outcome, chance, engine)
     with outcome.timed():
         campaign.carry_out()
     return outcome

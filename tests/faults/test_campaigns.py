@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowdiff.errors import DamagedFile
+from tests.crash.launch.survivor_lives import ENGINES
 from tests.faults import damage, fuzz, kills, looks, peers, power, soak, storage, stranger
 from tests.faults.outcome import Outcome
 from tests.faults.replica_kills import replica_kills
@@ -38,13 +39,15 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
-def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> None:
-    expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, seed=4), 3)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path, engine: str) -> None:
+    expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, engine=engine, seed=4), 3)
 
 
 @pytest.mark.timeout(400)
-def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:
-    outcome = replica_kills(tmp_path, 4, seed=4)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path, engine: str) -> None:
+    outcome = replica_kills(tmp_path, 4, engine=engine, seed=4)
     expect_nothing_lost(outcome, 4)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
@@ -58,8 +61,9 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
 
 
 @pytest.mark.timeout(400)
-def test_survivors_save_the_state_wherever_a_rank_fails(tmp_path: Path) -> None:
-    expect_nothing_lost(survivor_kills(tmp_path, 10, world_size=2, seed=3), 10)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_survivors_save_the_state_wherever_a_rank_fails(tmp_path: Path, engine: str) -> None:
+    expect_nothing_lost(survivor_kills(tmp_path, 10, world_size=2, engine=engine, seed=3), 10)
 
 
 @pytest.mark.timeout(400)

@@ -1,7 +1,7 @@
 """Starts trainers that can be killed: torch is imported once, then every life is a forked process.
 
-Nothing but the import happens before the fork, so no thread of torch's is lost in it. A life reports
-each committed step, with the digest of its state, in a file that outlives it.
+Nothing but the import happens before the fork, so no thread of torch's is lost in it. A life reports each step
+that it made, with the digest of its state and what it then knew to be committed, in a file that outlives it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch._dynamo  # the first optimizer of a process loads it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.crash.lives import as_from_an_accelerator
 from tests.faults.victim import TinyTraining, checkpointer_for
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {},
     "replica": {"compressor": None, "snapshot_every": 10},
 }
+
+
+#: Of a late engine: about a step of this small training, so that a life has as many steps as others.
+_LATE_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a life has said.
+
+    Attributes:
+        word: ``"resumed"``, ``"made"`` or ``"closed"``.
+        step: Which step; 0 at the end.
+        digest: Of its state.
+        committed: The newest step that was known to be committed.
+    """
+
+    word: str
+    step: int
+    digest: str
+    committed: int
 
 
 class Zygote:
@@ -47,12 +70,19 @@ class Zygote:
             start_new_session=True,
         )
 
-    def spawn(self, folder: Path, until: int, world_size: int = 1, kind: str = "topk") -> list[int]:
-        """Start one life of the run in ``folder``; returns the process ids, by rank."""
+    def spawn(
+        self,
+        folder: Path,
+        until: int,
+        world_size: int = 1,
+        kind: str = "topk",
+        engine: str = "host",
+    ) -> list[int]:
+        """Start one life of the run in ``folder``, whose steps reach staging by an engine; returns the process ids, by rank."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         port = _free_port() if world_size > 1 else 0
-        words = folder, until, world_size, port, kind
+        words = folder, until, world_size, port, kind, engine
         print(*words, file=self._child.stdin, flush=True)
         return [int(pid) for pid in self._child.stdout.readline().split()]
 
@@ -64,13 +94,13 @@ class Zygote:
             pass
 
 
-def reported(folder: Path, rank: int) -> list[tuple[str, int, str]]:
-    """What the lives in a folder have said: ``resumed``, ``committed`` or ``closed``, step, digest."""
+def reported(folder: Path, rank: int) -> list[Line]:
+    """What the lives in a folder have said."""
     path = folder / f"report.{rank}"
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        word, step, text = line.split()
-        found.append((word, int(step), text))
+    for text in path.read_text().splitlines() if path.exists() else []:
+        word, step, digest, committed = text.split()
+        found.append(Line(word, int(step), digest, int(committed)))
     return found
 
 
@@ -84,12 +114,18 @@ def _free_port() -> int:
 def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
     for line in sys.stdin:
-        folder, until, world_size, port, kind = line.split()
+        folder, until, world_size, port, kind, engine = line.split()
         pids = []
         for rank in range(int(world_size)):
             pid = os.fork()
             if pid == 0:
-                _live(Path(folder), int(until), rank, int(world_size), int(port), kind)
+                around = (
+                    as_from_an_accelerator(rank, _LATE_SECONDS)
+                    if engine == "late"
+                    else nullcontext()
+                )
+                with around:
+                    _live(Path(folder), int(until), rank, int(world_size), int(port), kind)
             pids.append(pid)
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
@@ -125,14 +161,15 @@ def _train(folder: Path, until: int, rank: int, world_size: int, port: int, kind
     )
     report = os.open(folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     resumed = checkpointer.attach(model, training.optimizer, **training.stateful)
-    os.write(report, f"resumed {resumed} {training.digest()}\n".encode())
+    os.write(report, f"resumed {resumed} {training.digest()} {resumed}\n".encode())
     for step in range(resumed, until):
         training.step(step, model, rank)
         found = training.digest()
         checkpointer.commit()
-        os.write(report, f"committed {step + 1} {found}\n".encode())
+        committed = checkpointer.stats()["committed_step"]
+        os.write(report, f"made {step + 1} {found} {committed}\n".encode())
     checkpointer.close()
-    os.write(report, b"closed 0 -\n")
+    os.write(report, f"closed 0 - {until}\n".encode())
 
 
 if __name__ == "__main__":

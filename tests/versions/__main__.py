@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 TESTED = (
     *("golden", "unit/recovery/replay", "unit/recovery/replica", "crash/test_new_in_torch.py"),
     *("unit/recovery/test_state_checksums.py", "unit/recovery/test_other_torch.py"),
-    *("crash/test_resume.py", "crash/test_compressors.py", "crash/test_replica.py"),
+    *("crash/test_resume.py", "crash/test_compressors.py", "crash/test_memory.py"),
     *("crash/sharded/test_log.py", "crash/launch/test_survivors_nodes.py"),
 )
 MARKERS = "not gpu and not framework and not campaign"

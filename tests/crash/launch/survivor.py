@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
 from lowdiff.protect.survivors import survivor as survivor_module
 from lowdiff.testing import wait_until
-from tests.crash.lives import owed_by
+from tests.crash.lives import as_from_an_accelerator, owed_by
 from tests.crash.trainings import batch, wrapped
 
 
@@ -148,6 +149,7 @@ def main(*words: str) -> int:
     parser.add_argument("--node-dies", action="store_true", help="with its writer and replica")
     parser.add_argument("--hang-seconds", type=float, default=None)
     parser.add_argument("--snapshot-every", type=int, default=100)
+    parser.add_argument("--engine", choices=["host", "late"], default="host")
     args = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING)
     rank = args.rank
@@ -202,7 +204,8 @@ def main(*words: str) -> int:
         snapshot_every=args.snapshot_every,
         **hangs,
     )
-    with (args.folder / f"report.{rank}").open("a") as report:
+    around = as_from_an_accelerator(rank) if args.engine == "late" else nullcontext()
+    with (args.folder / f"report.{rank}").open("a") as report, around:
 
         def tell(word: str, step: int) -> None:
             state = {

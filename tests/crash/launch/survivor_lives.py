@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from tests.crash.launch import survivor
@@ -18,6 +20,8 @@ from tests.processes import Script
 
 #: Step at which a training ends.
 UNTIL = 10
+#: How what a step leaves reaches staging: at once, or late as from an accelerator.
+ENGINES = ["host", pytest.param("late", marks=pytest.mark.slow)]
 
 
 @dataclass(frozen=True)

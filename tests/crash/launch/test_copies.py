@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launch.survivor_lives import Lives, whole
+from tests.crash.launch.survivor_lives import ENGINES, Lives, whole
 from tests.crash.launch.test_survivors import AT, broken, check, dies
 
 #: Ranks 0 and 1 on two nodes; each node has a disk of its own.
@@ -32,10 +32,11 @@ def resumed(found: Lives) -> int:
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", [pytest.param("replica", marks=pytest.mark.slow), "cast"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
-    tmp_path: Path, strategy: str
+    tmp_path: Path, engine: str, strategy: str
 ) -> None:
-    found = lost(tmp_path / "lost", strategy)
+    found = lost(tmp_path / "lost", strategy, "--engine", engine)
     expected = whole(2, "--strategy", strategy, "--seeds")
     check(found, expected, resumed=resumed(found))
     assert "LD803" not in found.output
@@ -45,8 +46,10 @@ def test_a_node_is_lost_when_all_processes_die_and_no_step_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [3, 100])
 @pytest.mark.parametrize("strategy", ["gradients", "replica", "cast", "topk"])
-def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> None:
-    found = lost(tmp_path / "lost", strategy, "--snapshot-every", every, victim=0)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whichever_node_is_lost(tmp_path: Path, engine: str, strategy: str, every: int) -> None:
+    words = "--snapshot-every", every, "--engine", engine
+    found = lost(tmp_path / "lost", strategy, *words, victim=0)
     step = resumed(found)
     expected = whole(2, "--strategy", strategy, "--seeds")
     if strategy != "topk":
@@ -68,8 +71,9 @@ def test_whichever_node_is_lost(tmp_path: Path, strategy: str, every: int) -> No
     ],
 )
 @pytest.mark.parametrize("every", [100, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_with_its_residual_replicated_a_lost_rank_goes_on_bit_for_bit(
-    tmp_path: Path, nodes: str, victim: int, every: int
+    tmp_path: Path, engine: str, nodes: str, victim: int, every: int
 ) -> None:
     size, folder = len(nodes), tmp_path / "lost"
     words = ["--nodes", nodes, "--own-disks", "--copies", 2, "--seeds", "--snapshot-every", every]
@@ -82,6 +86,8 @@ def test_with_its_residual_replicated_a_lost_rank_goes_on_bit_for_bit(
         *words,
         "--strategy",
         "replicated",
+        "--engine",
+        engine,
         between=lambda: shutil.rmtree(gone),
     )
     expected = whole(size, "--strategy", "topk", "--seeds")

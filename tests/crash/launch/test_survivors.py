@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launch.survivor_lives import UNTIL, Lives, ended, life, lost, reports, whole
+from tests.crash.launch.survivor_lives import (
+    ENGINES,
+    UNTIL,
+    Lives,
+    ended,
+    life,
+    lost,
+    reports,
+    whole,
+)
 
 AT = 6
 
@@ -46,13 +55,19 @@ def check(found: Lives, whole: Lives, *, resumed: int, same_generators: bool = T
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("phase", "world_size", "victim", "resumed"),
-    [("backward", 2, 1, AT), ("optimizer", 2, 0, AT + 1)],
+    [
+        ("backward", 2, 1, AT),
+        ("optimizer", 2, 0, AT + 1),
+        pytest.param("error", 1, 0, AT, marks=pytest.mark.slow),
+    ],
 )
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_killed_rank_costs_the_open_body(
-    tmp_path: Path, phase: str, world_size: int, victim: int, resumed: int
+    tmp_path: Path, engine: str, phase: str, world_size: int, victim: int, resumed: int
 ) -> None:
     expected = whole(world_size, "--seeds")
-    found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
+    words = "--seeds", "--engine", engine
+    found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, *words)
     check(found, expected, resumed=resumed)
 
 
@@ -78,11 +93,13 @@ def test_what_was_saved_for_the_dead_becomes_durable_without_another_attach(tmp_
 @pytest.mark.parametrize(
     "phase", ["forward", "backward", "exchange", "optimizer", "stepped", "error"]
 )
+@pytest.mark.parametrize("engine", ENGINES)
 def test_wherever_a_rank_fails_it_costs_the_open_body(
-    tmp_path: Path, phase: str, world_size: int, victim: int
+    tmp_path: Path, engine: str, phase: str, world_size: int, victim: int
 ) -> None:
     expected = whole(world_size, "--seeds")
-    found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
+    words = "--seeds", "--engine", engine
+    found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, *words)
     check(found, expected, resumed=AT + (phase in ("optimizer", "stepped")))
 
 
@@ -103,12 +120,13 @@ def test_generators_of_a_rank_that_died_before_its_optimizer_are_seeded_anew(
 
 @pytest.mark.launch
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_buffers_that_rank_0_alone_had_send_all_ranks_back_to_the_last_snapshot(
-    tmp_path: Path,
+    tmp_path: Path, engine: str
 ) -> None:
     every = ("--snapshot-every", 4)
     expected = whole(2, *every)
-    found = broken(tmp_path / "killed", 2, {0: dies("between")}, *every)
+    found = broken(tmp_path / "killed", 2, {0: dies("between")}, *every, "--engine", engine)
     check(found, expected, resumed=4)
     assert "LD802" in found.output
     assert "it alone had buffer/norm." in found.output
@@ -117,12 +135,14 @@ def test_buffers_that_rank_0_alone_had_send_all_ranks_back_to_the_last_snapshot(
 @pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [0, 2])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
-    tmp_path: Path, second: int
+    tmp_path: Path, engine: str, second: int
 ) -> None:
     expected = whole(3, "--seeds")
     faults: dict[int, list[object]] = {1: dies("backward"), second: ["--phase", "save"]}
-    check(broken(tmp_path / "killed", 3, faults, "--seeds"), expected, resumed=AT)
+    words = "--seeds", "--engine", engine
+    check(broken(tmp_path / "killed", 3, faults, *words), expected, resumed=AT)
 
 
 @pytest.mark.launch

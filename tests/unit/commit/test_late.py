@@ -36,7 +36,6 @@ MOST = 2
 @pytest.fixture(autouse=True)
 def _late() -> Iterator[None]:
     with ExitStack() as late:
-        late.enter_context(testing.whole_buckets())
         late.enter_context(as_from_an_accelerator(0))
         late.enter_context(testing.late_copies(least_seconds=SECONDS, most_seconds=SECONDS))
         yield

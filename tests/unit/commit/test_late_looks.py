@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import lowdiff
-from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.core.digest import SUM64
 from lowdiff.core.layout import flat
@@ -34,9 +32,7 @@ NEVER: dict[str, Any] = {"snapshot_every": 1000}
 
 @pytest.fixture(autouse=True)
 def _late() -> Iterator[None]:
-    with ExitStack() as late:
-        late.enter_context(testing.whole_buckets())
-        late.enter_context(as_from_an_accelerator(0))
+    with as_from_an_accelerator(0):
         yield
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
 from lowdiff.core import devices
@@ -31,8 +31,7 @@ NAMES = ("buffer/a", "buffer/b", "frozen/w")
 
 @pytest.fixture(autouse=True)
 def _late() -> Iterator[None]:
-    with ExitStack() as late:
-        late.enter_context(as_from_an_accelerator(0))
+    with as_from_an_accelerator(0):
         yield
 
 
@@ -217,6 +216,19 @@ def test_frozen_parameters_written_through_data_are_exact_at_every_step(
     for step, expected in live.items():
         found = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
         assert same(dict(found.model_state_dict()), expected), step
+
+
+def test_an_average_comes_back_whose_count_departed_with_other_tensors(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    loop.attach(average=average)
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+        average.update_parameters(loop.model)
+    loop.checkpointer.close()
+    state = lowdiff.recover(tmp_path / "run")
+    assert state.step == 4
+    assert same(state.stateful["average"], dict(average.state_dict()))
 
 
 def test_small_tensors_of_objects_depart_with_the_others() -> None:

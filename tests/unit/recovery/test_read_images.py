@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from crc32c import crc32c
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
+from lowdiff.compressors import TopK
 from lowdiff.core.layout import layout_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.paths import RunFolder
@@ -31,6 +33,8 @@ from lowdiff.recovery.replay import replayer as replaying
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import LocalRanks
 from lowdiff.types import Fence
+from tests.crash.pool import Pool
+from tests.crash.trainings import batch, wrapped
 from tests.processes import Script, peak_bytes
 from tests.unit.recovery.test_plan import life as some_life
 from tests.unit.recovery.training import Trained, flip, part_sums, train
@@ -280,6 +284,35 @@ def test_a_longer_shard_is_refused_before_it_is_read(
     monkeypatch.setattr(os, "preadv", refuse)
     with pytest.raises(DamagedFile, match=f"{1 << 40} bytes found"):
         load(snapshot)
+
+
+def averaged(rank: int, world_size: int, folder: str) -> None:
+    """A pool's job: rank 1 updates an average one step later than rank 0 does."""
+    torch.manual_seed(0)
+    model = wrapped(torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", staging=f"{folder}/staging", compressor=TopK(0.5)
+    )
+    checkpointer.attach(model, optimizer, average=average)
+    for step in checkpointer.steps(4):
+        optimizer.zero_grad()
+        model(batch(step, rank, 4, 8)).square().mean().backward()
+        optimizer.step()
+        if step >= rank:
+            average.update_parameters(model)
+    checkpointer.close()
+
+
+def test_shards_that_count_other_updates_of_an_average_are_no_snapshot(
+    pool: Pool, engine: str, tmp_path: Path
+) -> None:
+    pool.run(averaged, 2, str(tmp_path))
+    newest = scan(RunFolder(tmp_path / "run")).snapshots[-1]
+    assert newest.step == 4
+    with pytest.raises(DamagedFile, match="after different numbers of updates"):
+        load(newest)
 
 
 @pytest.mark.parametrize("is_error", [False, True])
