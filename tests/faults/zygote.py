@@ -35,8 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Of a late engine: about a step of this small training, so that a life has as many steps as others.
-_LATE_SECONDS = 0.005
+#: Of a late engine: some steps of this small training, so that most kills find two on their way.
+_LATE_SECONDS = 0.03
 
 
 @dataclass(frozen=True)
