@@ -62,7 +62,7 @@ def usual_without_memory(settings: Settings, refusal: ConfigError, rank: int) ->
         ConfigError: As refused, if the user chose the strategy or no other one needs less.
     """
     if not settings.is_usual or settings.strategy != GradientsStrategy.name:
-        raise refusal
+        raise ConfigError(str(refusal)) from None
     if rank == 0:
         Code.GRADIENTS_DO_NOT_FIT.warn(
             f"{refusal}. Until then this run takes strategy survivors: where all ranks die at once, training goes back to "

@@ -24,7 +24,8 @@ from tests.unit.loops import Loop, close_after_error, small_model
 _STEPS = 7
 STRATEGIES: dict[str, dict[str, Any]] = {
     "log": {"compressor": PowerSGD(2), "batch_size": 64},
-    "replica": {"compressor": None},
+    "gradients": {"compressor": None, "strategy": "gradients"},
+    "replica": {"compressor": None, "strategy": "replica"},
     "survivors": {"compressor": None, "strategy": "survivors"},
 }
 

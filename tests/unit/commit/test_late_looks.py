@@ -57,11 +57,12 @@ def one_element(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("place", ["between steps", "before the step", "after the step"])
-@pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["log", "replica"])
+@pytest.mark.parametrize("strategy", ["log", "gradients", "replica"])
 def test_a_write_through_data_costs_a_snapshot_at_its_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, compressor: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, strategy: str
 ) -> None:
-    loop = attached(tmp_path, compressor=compressor)
+    settings = {"compressor": TopK(0.1) if strategy == "log" else None, "strategy": strategy}
+    loop = attached(tmp_path, **settings)
     taken = []
     for number in range(6):
         inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
@@ -78,12 +79,12 @@ def test_a_write_through_data_costs_a_snapshot_at_its_step(
         loop.checkpointer.commit()
         loop.settle()
         taken.append(loop.checkpointer.stats()["snapshot_step"])
-    # Of a log the step itself is on its way when its commit returns: the next one knows what was found.
-    assert taken == ([0, 0, 0, 4, 4, 4] if compressor is None else [0, 0, 0, 0, 5, 5])
+    # But with a replica the step itself is on its way when its commit returns: the next one knows what was found.
+    assert taken == ([0, 0, 0, 4, 4, 4] if strategy == "replica" else [0, 0, 0, 0, 5, 5])
     assert "LD203" in caplog.text
     weights = loop.weights()
     loop.die()
-    again = Loop(tmp_path, settings=NEVER | {"compressor": compressor})
+    again = Loop(tmp_path, settings=NEVER | settings)
     assert again.attach() == 6
     assert same(again.weights(), weights)
     again.checkpointer.close()

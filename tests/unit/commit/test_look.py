@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from lowdiff.commit.protection import Protection
 from lowdiff.commit.sinks import Ahead, Handed, Sink
@@ -75,7 +76,7 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
     seen: list[Ahead] = []
 
     class Gone(Sink):
-        logs_steps = False
+        logs_steps = comes_late = False
 
         def stage_ahead(self, ahead: Ahead) -> None:
             raise StorageError("somebody removed it")
@@ -93,7 +94,8 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
     nothing: Any = SimpleNamespace()
     protection = Protection(nothing, cast(LogQueue, Gone()), [Copy()])
     trainer: Any = SimpleNamespace(turn=threading.Condition())
-    staging = Staging(nothing, trainer, nothing, protection)
+    live: Any = SimpleNamespace(attached=SimpleNamespace(device=torch.device("cpu")))
+    staging = Staging(nothing, trainer, live, protection)
     reducer: Any = SimpleNamespace(payload=lambda: Payload(()))
     staging.stage_ahead(3, reducer, 0)
     assert [ahead.step for ahead in seen] == [3]

@@ -88,9 +88,10 @@ def test_every_step_comes_back_bit_for_bit(tmp_path: Path, device: str) -> None:
         assert all(torch.equal(found[name], value) for name, value in state.items()), step
 
 
+@pytest.mark.parametrize("strategy", ["gradients", "replica"])
 @pytest.mark.parametrize("num_optimizers", [1, 2])
 def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_first(
-    tmp_path: Path, device: str, num_optimizers: int
+    tmp_path: Path, device: str, num_optimizers: int, strategy: str
 ) -> None:
 
     class KeptGradients(DeviceLoop):
@@ -108,7 +109,8 @@ def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_fir
                 optimizer.zero_grad(set_to_none=False)
             return loss.detach()
 
-    loop = KeptGradients(tmp_path, model=small_model().to(device), settings={"compressor": None})
+    settings = {"compressor": None, "strategy": strategy}
+    loop = KeptGradients(tmp_path, model=small_model().to(device), settings=settings)
     loop.device = device
     parameters = list(loop.model.parameters())
     parts = [parameters] if num_optimizers == 1 else [parameters[:2], parameters[2:]]
@@ -118,8 +120,9 @@ def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_fir
         loop.step(number)
         loop.checkpointer.commit()
     before = loop.weights()
+    loop.settle()
     loop.die()
-    found = recovered(tmp_path)
+    found = recovered(tmp_path, device=device)
     assert found.step == 9
     state = found.model_state_dict()
     for name, value in before.items():
@@ -191,7 +194,7 @@ def test_an_object_that_writes_parameters_whenever_it_is_read_loses_no_step(
 def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = loop_on(device, tmp_path, compressor=None)
+    loop = loop_on(device, tmp_path, compressor=None, strategy="replica")
     loop.attach()
     for number in range(3):
         loop.step(number)
@@ -208,7 +211,7 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
             loop.checkpointer.close()
     assert not is_alive(stats["replica_pid"])
     assert not is_alive(stats["writer_pid"])
-    assert loop_on(device, tmp_path, compressor=None).run(4) == 3
+    assert loop_on(device, tmp_path, compressor=None, strategy="replica").run(4) == 3
 
 
 def train_and_clamp(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -304,7 +307,9 @@ def test_a_replica_that_cannot_keep_up_with_an_accelerator_is_named_at_the_start
     most: int,
 ) -> None:
     limits(fast_replica_elements=most)
-    settings: dict[str, Any] = {} if compressor == "topk" else {"compressor": None}
+    settings: dict[str, Any] = {}
+    if compressor == "none":
+        settings = {"compressor": None, "strategy": "replica"}
     loop = loop_on(device, tmp_path, **settings)
     loop.attach()
     loop.checkpointer.close()
