@@ -78,8 +78,10 @@ GRADIENTS_TARGETS = {
 }
 _ROOT = Path(__file__).resolve().parents[1]
 #: Steps between images of gradients, of which all but so many are replayed at the end.
-_KEPT_EVERY, _SMOKE_KEPT_EVERY = 60, 12
-_NOT_REPLAYED = 10
+_KEPT_EVERY, _SMOKE_KEPT_EVERY = 20, 12
+_NOT_REPLAYED = 1
+#: Steps after the second image, within which memory before the first one is used again.
+_REUSED_AFTER = 4
 _MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64, dropout=0.0)
 _REPEATS = 15
@@ -358,6 +360,11 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
         pin(cores[1:] or cores, process)
     for _ in range(args.warm_up_pairs // 2):
         bench.turns()
+    # Until gradients lie in memory that held others before.
+    growing = []
+    while bench.keeping_step < 2 * bench.kept_every + _REUSED_AFTER:
+        batch = bench.batch()
+        growing.append((bench.kept.step(batch), bench.saved.step(batch)))
     wait_for_replica(bench)
     before = bench.checkpointer.stats()
     pairs: list[Pair] = []
@@ -409,6 +416,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
         samples={
             "checkpointed_and_plain_seconds": pairs,
             "gradients_and_plain_seconds": kept_pairs,
+            "gradients_in_new_memory_seconds": growing,
             "two_ranks": two_ranks,
             "gradients_staging_bytes": kept_memory,
             "twin_and_plain_seconds": null_pairs,
@@ -437,6 +445,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
             "restart_over_copy": reading / copying,
             "gradients_median": of_gradients.median,
             "gradients_upper95": of_gradients.upper95,
+            "gradients_in_new_memory": statistics.median(excess(growing)),
             "gradients_two_ranks_median": of_two["gradients"].median,
             "gradients_two_ranks_upper95": of_two["gradients"].upper95,
             "replica_two_ranks_median": of_two["replica"].median,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
@@ -28,14 +27,8 @@ class MappedFile:
     a SIGBUS, which kills training.
     """
 
-    def __init__(self, path: Path, size: int, *, beside: bool = False) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         """Open or create ``path`` with exactly ``size`` bytes.
-
-        Args:
-            path: Where.
-            size: Its length.
-            beside: Whether another thread of this process trains, and the file is new. Mapping pages at once keeps other
-                threads from running Python for 30 ms where there are 44 MB; touching them one by one does not.
 
         Raises:
             StorageError: If there is not enough memory.
@@ -43,9 +36,7 @@ class MappedFile:
         self.path = path
         self.size = size
         try:
-            self._map = _mapped(path, size, populates=not beside)
-            if beside:
-                np.frombuffer(self._map, np.uint8)[:: mmap.PAGESIZE] = 0
+            self._map = _mapped(path, size)
             found = os.stat(path)
         except OSError as error:
             raise StorageError(_refusal(path, size, error)) from error
@@ -93,15 +84,14 @@ class MappedFile:
         self.path = path
 
 
-def _mapped(path: Path, size: int, *, populates: bool) -> mmap.mmap:
+def _mapped(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # Allocate pages before the length is visible, so that other processes find no hole either.
         os.posix_fallocate(descriptor, 0, size)
         os.ftruncate(descriptor, size)
         # Populate now, so that the training thread takes no page fault at its first store.
-        populate = mmap.MAP_POPULATE if populates else 0
-        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | populate)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)
 

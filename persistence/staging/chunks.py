@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from lowdiff.core.events import Code
 from lowdiff.errors import StorageError
@@ -34,73 +32,18 @@ class Chunk:
     last_step: int = -1
 
 
-class Spare:
-    """A file for the next chunk, made by a thread while the one before is written: 44 MB of new memory take 60 ms.
-
-    Args:
-        path: Where it lies until it is a chunk.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: MappedFile | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def bytes_held(self) -> int:
-        """Its length; 0 where there is none."""
-        return 0 if self._file is None else self._file.size
-
-    def make(self, size: int) -> None:
-        """Begin to make one, unless there is one; without memory there is none."""
-        if self._file is None and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(
-                target=self._make, args=(size,), name="lowdiff-chunk", daemon=True
-            )
-            self._thread.start()
-
-    def _make(self, size: int) -> None:
-        with suppress(StorageError):  # it is asked for again when it is needed
-            self._file = MappedFile(self._path, size, beside=True)
-
-    def take(self, least: int, path: Path) -> MappedFile | None:
-        """Return it under another name, if it is long enough."""
-        self.settle()
-        file = self._file
-        if file is None or file.size < least:
-            return None
-        self._file = None
-        file.renamed(path)
-        return file
-
-    def settle(self) -> None:
-        """Wait until the thread makes none."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
 class Chunks:
     """Chunks of one log, oldest first; the newest chunk is being written.
 
     Chunks are reused and released only in their order, because a reader goes from number to number.
-
-    Args:
-        folder: Where they lie.
-        chunk_bytes: Least length of one.
-        cap_bytes: Most that all of them take together.
-        prepares: Whether the next one is made beside training, where the log is to grow for long.
     """
 
-    def __init__(
-        self, folder: StagingFolder, *, chunk_bytes: int, cap_bytes: int, prepares: bool = False
-    ) -> None:
+    def __init__(self, folder: StagingFolder, *, chunk_bytes: int, cap_bytes: int) -> None:
         self._folder = folder
         self._chunk_bytes = chunk_bytes
         self._cap_bytes = cap_bytes
         self._chunks: deque[Chunk] = deque()
         self._is_refused = False
-        self.spare = Spare(folder.root / "log-next") if prepares else None
         #: Last step that was dropped before it became durable, -1 for none.
         self.dropped_step = -1
         self._open(0, chunk_bytes)
@@ -112,9 +55,8 @@ class Chunks:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of all chunks, and of the file for the next one."""
-        spare = 0 if self.spare is None else self.spare.bytes_held
-        return spare + sum(chunk.file.size for chunk in self._chunks)
+        """Return the bytes of all chunks."""
+        return sum(chunk.file.size for chunk in self._chunks)
 
     def begin(self, size: int, durable_step: int, *, drop: bool) -> bool:
         """Begin a next chunk; at the cap, return False to make the caller wait.
@@ -152,16 +94,10 @@ class Chunks:
                 else:
                     return True
             self._take_oldest(durable_step).file.path.unlink(missing_ok=True)
-        sequence = self.newest.sequence + 1
-        if self.spare is not None and (file := self.spare.take(size, self._folder.chunk(sequence))):
-            self._chunks.append(Chunk(sequence, file, size))
-            self._prepare(size)
-            return True
         if len(self._chunks) > 1 and not self._fits(size):
             return False
         try:
-            self._open(sequence, size)
-            self._prepare(size)
+            self._open(self.newest.sequence + 1, size)
         except StorageError as error:
             if self._is_folder_gone:
                 raise
@@ -171,11 +107,6 @@ class Chunks:
                 return False
             self._reuse_oldest(size, durable_step)
         return True
-
-    def _prepare(self, size: int) -> None:
-        """Have a file for the next chunk made, as the log has just grown, and may again."""
-        if self.spare is not None and self._fits(size):
-            self.spare.make(size)
 
     def _fits(self, more: int) -> bool:
         return self.bytes_held + more <= self._cap_bytes

@@ -74,9 +74,7 @@ class StagingLog:
         if is_ring:
             folder.ring.touch()
             self._files.append(folder.ring)
-        self._chunks = Chunks(
-            folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes, prepares=is_ring
-        )
+        self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
@@ -100,14 +98,8 @@ class StagingLog:
         """Whether somebody removed files of the folder: nobody finds what is written there now."""
         return not all(map(os.path.exists, (*self._files, self._chunks.newest.file.path)))
 
-    def settle(self) -> None:
-        """Wait until nothing but a caller of this writes to the folder."""
-        if self._chunks.spare is not None:
-            self._chunks.spare.settle()
-
     def anew(self) -> StagingLog:
         """An empty log like this one, in a folder that was made anew."""
-        self.settle()
         chunk_bytes, cap_bytes = self._sizes
         return StagingLog(
             self.folder,

@@ -136,8 +136,6 @@ class GradientsQueue(Queue):
     def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
         """See `Queue`: the newer image has to lead on alone, for which all ranks have to have come so far."""
         images = self.images
-        if required:  # the folder may go once this one is durable
-            self._log.settle()
         is_apart = images.staged_step > max(self._committed_step, images.oldest_step)
         if is_apart and not required:
             images.is_owed |= is_due
