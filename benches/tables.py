@@ -127,8 +127,52 @@ def of_lowdiff_plus(found: Summary) -> str:
                 f"{found['largest_staging_over_state']:.2f}",
                 "",
             ],
+            *_of_gradients(found),
         ],
     )
+
+
+def _of_gradients(found: Summary) -> list[list[str]]:
+    """Rows of strategy gradients beside the replica; none in results of before there was one."""
+    if "gradients_upper95" not in found:
+        return []
+    rows = [
+        ["gradients kept: median of the pairs less A/A", percent(found["gradients_median"]), ""],
+        [
+            "its 95 % upper bound",
+            percent(found["gradients_upper95"]),
+            verdict(found["gradients_upper95"], 0.04, "4 %"),
+        ],
+        [
+            "likewise, while memory is new, over a step without",
+            percent(found["gradients_in_new_memory"]),
+            "",
+        ],
+    ]
+    for arm, name, target in (
+        ("gradients", "gradients kept", 0.06),
+        ("replica", "replica", None),
+    ):
+        bound = found[f"{arm}_two_ranks_upper95"]
+        median = percent(found[f"{arm}_two_ranks_median"])
+        rows.append(
+            [
+                f"two ranks that share two cores, {name}: median, 95 % upper bound",
+                f"{median}, {percent(bound)}",
+                "" if target is None else verdict(bound, target, percent(target)),
+            ]
+        )
+    ratio = found["gradients_recovery_over_steps"]
+    rows.append(
+        [
+            "recovery from kept gradients, over reading the image and the optimizer's steps alone",
+            f"{ratio:.2f}",
+            verdict(ratio, 1.3, "1.3"),
+        ]
+    )
+    ratio = found["gradients_bytes_over_plan"]
+    rows.append(["memory over what `attach` planned", f"{ratio:.2f}", verdict(ratio, 1.05, "1.05")])
+    return rows
 
 
 def of_replay(found: Summary) -> str:

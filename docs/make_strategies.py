@@ -75,7 +75,7 @@ STRATEGIES = (
         lost=(0, 0, 200, 200),
         choose="training as it is, any step back",
         back="the last 100 to 200, in memory",
-        cost="+2 to 5 %; not run",
+        cost="+5 to 7 %; not run",
     ),
     Strategy(
         name="replica",
@@ -87,7 +87,7 @@ STRATEGIES = (
         lost=(0, 0, 200, 200),
         choose="training as it is",
         back="the newest, 2 snapshots",
-        cost="+5 to 12 %; **+313 ms or more**",
+        cost="+4 to 14 %; **+313 ms or more**",
     ),
     Strategy(
         name="survivors",

@@ -36,8 +36,8 @@ from lowdiff.tuner.just_in_time import (
 #: Of a step, with a 10.8 M parameter GPT on CPUs: ``overhead_median`` of docs/results/overhead.json.
 LOG_OVERHEAD_SHARE = 0.041
 #: Likewise, of docs/results/lowdiff_plus.json: ``overhead_median`` and ``gradients_median``, images included.
-REPLICA_OVERHEAD_SHARE = 0.048
-GRADIENTS_OVERHEAD_SHARE = 0.02
+REPLICA_OVERHEAD_SHARE = 0.039
+GRADIENTS_OVERHEAD_SHARE = 0.048
 #: What a replica, on one CPU, takes for Adam: measured beside an H200 (docs/benchmarks.md, "The first run").
 REPLICA_SECONDS_PER_ELEMENT = 1.5 / 124e6
 #: Of a step of two ranks: ``training_thread_share`` of docs/results/survivors.json.
@@ -49,7 +49,7 @@ REPLICA_COPIES_OVERHEAD_SHARE = 0.138
 #: Failures that leave no rank alive although no memory is lost. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
-READ_OVER_COPY = 1.42
+READ_OVER_COPY = 1.45
 _DAY_SECONDS = 86400.0
 
 

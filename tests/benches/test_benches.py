@@ -22,7 +22,12 @@ FIGURES = {
         "powersgd_predicted_step_ms",
         "buffers_host_waits",
     },
-    "lowdiff_plus": {"overhead_upper95", "overhead_median", "restart_over_copy"},
+    "lowdiff_plus": {
+        "overhead_upper95",
+        "restart_over_copy",
+        "gradients_upper95",
+        "gradients_two_ranks_upper95",
+    },
     "overhead": {"overhead_upper95", "overhead_median", "snapshot_over_memcpy"},
     "peers": {
         "tinyx1/lowdiff_topk/ratio",

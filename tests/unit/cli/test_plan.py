@@ -131,8 +131,10 @@ def test_the_sample_report_is_what_the_documented_command_writes(
     assert len(shares) == 7
     del shares["no checkpoints"]
     assert [name for name, share in shares.items() if f"{share} %" not in text] == []
-    rows = re.findall(r"<tr><td>((?:torch.save|log|replica|survivors)<.+?)</td></tr>", sample)
-    assert len(rows) == 4
+    rows = re.findall(
+        r"<tr><td>((?:torch.save|log|gradients|replica|survivors)<.+?)</td></tr>", sample
+    )
+    assert len(rows) == 5
     for row in rows:
         name, *cells = row.split("</td><td>")
         assert f"| `{name}` | {' | '.join(cells)} |" in text
