@@ -71,6 +71,13 @@ def test_an_error_costs_no_committed_step(
 ) -> None:
     with pytest.raises(error):
         broken(loop_of(tmp_path, strategy), error(), where)
+    if strategy == "gradients" and where == "behind the backward pass":
+        # The forward pass has moved buffers: the live state is no snapshot of the step, and memory alone has it.
+        assert "LD409" in caplog.text
+        again = loop_of(tmp_path, strategy)
+        assert again.attach() == _STEPS
+        again.checkpointer.close()
+        return
     assert "LD409" not in caplog.text
     assert resumed(tmp_path, strategy) == _STEPS
     assert "LD315" not in caplog.text
