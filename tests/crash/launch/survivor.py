@@ -66,6 +66,7 @@ class Fault:
 #: What a Checkpointer is told. A log that is never full makes nothing durable between two snapshots.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "survivors": {"strategy": "survivors", "reproducible": True},
+    "gradients": {"strategy": "gradients", "reproducible": True},
     "replica": {"strategy": "replica", "reproducible": True},
     "cast": {"compressor": compressors.Cast(), "batch_size": 64},
     "topk": {"compressor": compressors.TopK(0.1), "batch_size": 64},
