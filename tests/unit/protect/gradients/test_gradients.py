@@ -13,17 +13,20 @@ import pytest
 import torch
 
 from lowdiff import testing
+from lowdiff.commit.session import Session
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached
 from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.staging.budget import Room
+from lowdiff.persistence.staging.log import staged_records
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.sources.folders import kept_marks
 from tests.crash.lives import as_from_an_accelerator
-from tests.unit.loops import Loop
+from tests.unit.loops import Loop, fail_once
 
 Weights = dict[int, dict[str, torch.Tensor]]
 
@@ -205,6 +208,26 @@ def test_steps_that_are_larger_than_was_planned_cost_older_ones_and_then_snapsho
     assert "LD121" in caplog.text
     loop.die()
     assert assert_recovered(loop, weights) == 12
+
+
+def test_a_commit_that_is_made_again_stages_its_step_once(
+    tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 3)
+    loop.step(3)
+    with monkeypatch.context() as patch:
+        fail_once(patch, Session, "_advance", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            loop.checkpointer.commit()
+        loop.checkpointer.commit()
+    weights[4] = loop.weights()
+    _, records = zip(*staged_records(stage_of(loop)), strict=True)
+    steps = [r.header.step for r in records if r.header.kind is RecordKind.DIFFERENTIAL]
+    assert steps.count(4) == 1
+    go_on(loop, weights, 5)
+    loop.die()
+    assert assert_recovered(loop, weights) == 5
 
 
 def test_what_else_writes_costs_a_snapshot_and_loses_nothing(
