@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -83,15 +84,10 @@ def measure(folder: Path, staging: Path, num_pairs: int, *, smoke: bool) -> None
     trainees = {arm: Trainee(arm, folder, staging, config) for arm in ARMS}
     pairs: dict[str, list[Pair]] = {arm: [] for arm in ARMS if arm != "plain"}
 
-    def turn(arm: str, number: int) -> Callable[[], float]:
-        steps = iter(range(number, number + 2))
-        return lambda: trainees[arm].step(next(steps))
-
-    made = {arm: 0 for arm in ARMS}
+    numbers = {arm: count() for arm in ARMS}
 
     def steps_of(arm: str) -> Callable[[], float]:
-        made[arm] += 2
-        return turn(arm, made[arm] - 2)
+        return lambda: trainees[arm].step(next(numbers[arm]))
 
     for number in range(_WARM_UP_TURNS + (num_pairs + 1) // 2):
         for arm in pairs:

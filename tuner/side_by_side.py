@@ -320,32 +320,28 @@ def _log(job: _Job, setting: Setting) -> Row:
 
 def _gradients(job: _Job) -> Row:
     # A rank that makes a copy writes another's gradients beside its own.
-    copies = job.copies_overhead(job.assumed.gradients_overhead_share)
-    overhead = job.assumed.gradients_overhead_share + copies
-    step = (1 + overhead) * job.plain.step_seconds
-    fallen = 0.0 if job.has_copies else job.node_share
+    share = job.assumed.gradients_overhead_share
     # Half an interval is replayed on the image, which is taken that often or, where memory is short, more often.
     replay = job.plain.replay_seconds * (job.snapshot_every - 1) / 2
-    in_memory = job.plain.restart_seconds + job.read_seconds + replay
-    return job.row(
-        "gradients",
-        f"f = {job.snapshot_every:,}{_copies(job)}",
-        overhead=overhead,
-        lost=(1 - fallen) * step / 2 + fallen * job.back_to_snapshot_seconds(step),
-        restart=(1 - fallen) * in_memory + fallen * job.from_disk_seconds,
-        bytes_per_day=_snapshot_bytes_per_day(job, step),
-    )
+    return _in_memory(job, "gradients", share, copies_share=share, replay_seconds=replay)
 
 
 def _replica(job: _Job) -> Row:
-    copies = job.copies_overhead(REPLICA_COPIES_OVERHEAD_SHARE)
-    overhead = job.assumed.replica_overhead_share + copies
+    share = job.assumed.replica_overhead_share
+    return _in_memory(job, "replica", share, copies_share=REPLICA_COPIES_OVERHEAD_SHARE)
+
+
+def _in_memory(
+    job: _Job, name: str, share: float, *, copies_share: float, replay_seconds: float = 0.0
+) -> Row:
+    """Weigh a strategy whose newest step lies in its node's memory."""
+    overhead = share + job.copies_overhead(copies_share)
     step = (1 + overhead) * job.plain.step_seconds
-    # The replicas of a lost node go with it; what they held, copies have.
+    # What lies in the memory of a lost node goes with it; copies have it.
     fallen = 0.0 if job.has_copies else job.node_share
-    in_memory = job.plain.restart_seconds + job.read_seconds
+    in_memory = job.plain.restart_seconds + job.read_seconds + replay_seconds
     return job.row(
-        "replica",
+        name,
         f"f = {job.snapshot_every:,}{_copies(job)}",
         overhead=overhead,
         lost=(1 - fallen) * step / 2 + fallen * job.back_to_snapshot_seconds(step),

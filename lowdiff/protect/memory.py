@@ -12,11 +12,14 @@ from lowdiff.core.placement import Node, Peers
 from lowdiff.model.tracked import Given
 from lowdiff.persistence.staging.budget import StagingNeed
 from lowdiff.settings import Settings
+from lowdiff.types import Layout
 
 _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 64 << 20
 #: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
 LEAST_CHUNKS = 3
+#: What a section of a log takes beside its values.
+SECTION_BYTES = 64
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
 
@@ -69,9 +72,7 @@ class Demand:
     @cached_property
     def largest_share(self) -> int:
         """Bytes of the parameters of the rank that has most."""
-        layout = self.given.attached.layout
-        parameters, shares = layout.parameters, shares_of(layout, self.world_size)
-        return max(sum(parameters[i].nbytes for i in own) for own in shares)
+        return largest_share(self.given.attached.layout, self.world_size)
 
     @property
     def image_bytes(self) -> int:
@@ -111,6 +112,12 @@ class Memory:
     image_bytes: int
     node: Node
     peers: Peers
+
+
+def largest_share(layout: Layout, world_size: int) -> int:
+    """Return the bytes of the parameters of the rank that has most."""
+    parameters, shares = layout.parameters, shares_of(layout, world_size)
+    return max(sum(parameters[i].nbytes for i in own) for own in shares)
 
 
 def least_chunk(content_bytes: int = 0) -> int:

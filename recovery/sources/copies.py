@@ -26,21 +26,29 @@ from lowdiff.recovery.sources.source import Held, Source
 from lowdiff.types import Fence
 
 
+def nothing_else(stage: StagingFolder, records: RankRecords) -> list[Source]:
+    """Return nothing: images that stay in a folder are all that is there beside records."""
+    return []
+
+
 def with_copies(in_folder: InFolder, *, replays_shares: bool) -> Held:
     """Add to what a strategy holds of a rank what copies hold, and the rank's shares on disk at their steps.
 
     Args:
-        in_folder: Returns what the strategy holds in a folder: the rank's own, or a copy.
+        in_folder: Returns what the strategy holds in a folder, the rank's own or a copy, beside images that stay there.
         replays_shares: Whether a share is replayed by its rank's own records, which have whole gradients.
     """
+
+    def in_any(stage: StagingFolder, records: RankRecords) -> list[Source]:
+        return [*kept_images(stage, records), *in_folder(stage, records)]
 
     def held(catalog: Catalog, fence: Fence, rank: int, _: dict[int, str]) -> list[Source]:
         records = catalog.of(fence.incarnation, rank) if replays_shares else RankRecords()
         copies = [copy for copy in catalog.copies if copy.incarnation == fence.incarnation]
-        sources = in_own_folder(catalog, fence, rank, records, in_folder)
+        sources = in_own_folder(catalog, fence, rank, records, in_any)
         for copy in copies:
             if copy.rank == rank and is_at_rest(copy):
-                sources += [*kept_images(copy, records), *in_folder(copy, records)]
+                sources += in_any(copy, records)
         steps = {mark.step for copy in copies for _, mark in kept_marks(copy)}
         if not sources:  # as after a clean end; copies of replicas are of that step, or almost
             steps |= _disk_steps(catalog, fence, copies)

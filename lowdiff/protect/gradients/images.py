@@ -124,9 +124,8 @@ class KeptImages(Images):
 
     def give_up_due(self, durable_snapshot: int) -> None:
         """Let the next image take the place of one that does not become durable; another one is owed to the disk."""
-        self._trainer.page.update(
-            image=None
-        )  # before it is written over: the writer passes over it
+        # Before it is written over: the writer passes over it.
+        self._trainer.page.update(image=None)
         self._due_step = durable_snapshot
         self.is_owed = True
 

@@ -67,9 +67,7 @@ class GradientsQueue(Queue):
     def stage(self, handed: Handed) -> Handed:
         """See `Sink`: a step that finds no room needs a snapshot."""
         step = handed.sealed.differential.step
-        if (
-            step <= self._step
-        ):  # a commit that was interrupted is made again: what is staged ahead is in the record
+        if step <= self._step:  # a commit that was interrupted is made again
             return replace(handed, checksum=self._log.checksum)
         staged = handed
         if self._given_up != step:

@@ -8,13 +8,19 @@ from lowdiff.commit.protection import Protection
 from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.storage import Storage
 from lowdiff.core.events import inform
-from lowdiff.core.layout import shares_of
 from lowdiff.persistence.files.paths import NUM_KEPT
 from lowdiff.persistence.staging.budget import StagingNeed
 from lowdiff.protect.beginning import Beginning
 from lowdiff.protect.copies.wards import Ward
 from lowdiff.protect.gradients.queue import GradientsQueue
-from lowdiff.protect.memory import LEAST_CHUNKS, Demand, Need, least_chunk
+from lowdiff.protect.memory import (
+    LEAST_CHUNKS,
+    SECTION_BYTES,
+    Demand,
+    Need,
+    largest_share,
+    least_chunk,
+)
 from lowdiff.protect.strategy import Copyable, Uncompressed, refuse_durable_publishing
 from lowdiff.settings import Settings
 from lowdiff.types import Layout
@@ -23,8 +29,6 @@ from lowdiff.types import Layout
 _LEAST_STEPS = 6
 #: So many snapshot intervals are kept, where memory allows: more would take no fewer images.
 _INTERVALS = 3
-#: What a section of the log takes beside its values.
-_SECTION_BYTES = 64
 
 
 class GradientsStrategy(Copyable, Uncompressed):
@@ -82,6 +86,5 @@ class GradientsStrategy(Copyable, Uncompressed):
 
 def _body_bytes(layout: Layout, world_size: int, num_steps: int) -> int:
     """Return what the gradients of one loop body take in the log of the rank that has most of them."""
-    parameters = layout.parameters
-    shares = (sum(parameters[i].nbytes for i in own) for own in shares_of(layout, world_size))
-    return num_steps * (max(shares) + _SECTION_BYTES * len(parameters))
+    heads = SECTION_BYTES * len(layout.parameters)
+    return num_steps * (largest_share(layout, world_size) + heads)

@@ -16,7 +16,7 @@ from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.protect.beginning import Beginning
 from lowdiff.protect.copies.wards import ReplicaWard, SentWard, Ward
-from lowdiff.protect.memory import LEAST_CHUNKS, Demand, Need, least_chunk
+from lowdiff.protect.memory import LEAST_CHUNKS, SECTION_BYTES, Demand, Need, least_chunk
 from lowdiff.protect.replica.queue import ReplicaQueue
 from lowdiff.protect.strategy import Copyable, Uncompressed, refuse_durable_publishing
 from lowdiff.recovery.replay.optimizers import refuse_what_a_replica_lacks, registrations
@@ -29,8 +29,6 @@ from lowdiff.tuner.side_by_side import REPLICA_SECONDS_PER_ELEMENT
 _FAST_ELEMENTS = 20_000_000
 #: Of the queue: each takes one step of a large model, or many of a small one.
 _QUEUE_CHUNKS = 6
-#: What a section of the log takes beside its values.
-_SECTION_BYTES = 64
 
 
 class ReplicaStrategy(Copyable, Uncompressed):
@@ -73,7 +71,7 @@ class ReplicaStrategy(Copyable, Uncompressed):
         The third is the trainer's, or is taken while the first step lasts.
         """
         steps, image = demand.num_steps, demand.image_bytes
-        heads = _SECTION_BYTES * len(demand.given.attached.layout.parameters) * (steps - 1)
+        heads = SECTION_BYTES * len(demand.given.attached.layout.parameters) * (steps - 1)
         chunk = least_chunk(steps * demand.largest_share + heads)
         chunks = _QUEUE_CHUNKS if steps == 1 else LEAST_CHUNKS
         return Need(StagingNeed(0, image, chunks * chunk, LEAST_CHUNKS * chunk, 2 * image), chunk)
