@@ -151,6 +151,8 @@ def all_moments(life: Path) -> list[Path]:
 def damage(folder: Path, place: float, how: str, where: float) -> None:
     """Remove a file, cut it, or change a bit of it."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and "locks" not in p.parts)
+    if not files:  # a writer removed them while the moment was copied
+        return
     path = files[min(int(place * len(files)), len(files) - 1)]
     if how == "remove" or path.stat().st_size == 0:
         path.unlink()
