@@ -192,8 +192,8 @@ class ImageMark:
 def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
     """Return sequence and content of the newest whole slot; the known ones if none is newer."""
     found = known
-    # A page that is just being created has length 0.
-    for start in range(0, len(view), _SLOT_BYTES):
+    # A page that is just being created has length 0; of one that was cut, a slot without its head is none.
+    for start in range(0, len(view) - _HEAD.size + 1, _SLOT_BYTES):
         sequence, size, checksum = _HEAD.unpack_from(view, start)
         if sequence > found[0]:
             body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
