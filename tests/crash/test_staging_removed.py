@@ -140,7 +140,7 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
         kills=[Kill(REMOVED_AT + 5, staged_by=everyone)],
         settings=settings,
     )
-    assert_resumed(killed, [REMOVED_AT + 5], engine if strategy == "log" else "host")
+    assert_resumed(killed, [REMOVED_AT + 5], engine)
     assert_identical(killed, undisturbed(strategy, world_size))
 
 

@@ -84,7 +84,7 @@ def weights(state: dict[str, str]) -> dict[str, str]:
 def test_lost_nodes_are_replaced_from_the_store(
     pool: Pool, engine: str, tmp_path: Path, server: S3Server, lost: tuple[int, ...]
 ) -> None:
-    url = server.url(f"nodes-{len(lost)}")
+    url = server.url(f"nodes-{engine}-{len(lost)}")
     nodes = str(tmp_path / "node{rank}")
     environment = server.environment
 

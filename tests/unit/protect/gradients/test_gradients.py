@@ -18,8 +18,8 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached
 from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format import image
 from lowdiff.persistence.format.framing import RecordKind
-from lowdiff.persistence.format.image import ImageFile
 from lowdiff.persistence.staging.budget import Room
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.recovery import recover
@@ -147,17 +147,13 @@ def test_a_kill_in_the_middle_of_an_image_costs_nothing(
 ) -> None:
     loop = loop_in(tmp_path)
     weights = trained(loop, 9)
-    stage = ImageFile.stage
 
-    def torn(file: ImageFile, tensors: Any, num_threads: int = 1) -> tuple[int, int]:
-        size, _ = stage(file, tensors, num_threads)
-        with file._path.open("r+b") as opened:
-            opened.seek(200)
-            opened.write(bytes(size - 200))
+    def torn(view: memoryview, parts: list[memoryview], num_threads: int) -> tuple[int, int]:
+        view[:200], view[200:] = b"".join(parts)[:200], bytes(view.nbytes - 200)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ImageFile, "stage", torn)
+        patch.setattr(image, "copy_in_parallel", torn)
         with pytest.raises(Killed):
             go_on(loop, weights, 20)
     weights[max(weights) + 1] = loop.weights()  # which was staged before its image
@@ -185,8 +181,8 @@ def test_a_damaged_slot_of_the_ring_ends_recovery_before_it(
 ) -> None:
     loop = loop_in(tmp_path)
     weights = trained(loop, 21)
-    image = loop.checkpointer.stats()["snapshot_step"]
-    assert image == 20
+    snapshot = loop.checkpointer.stats()["snapshot_step"]
+    assert snapshot == 20
     loop.die()
     stage = stage_of(loop)
     flip(stage.chunks()[-1][1], 0.5)  # of step 21
