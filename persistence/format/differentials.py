@@ -115,7 +115,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     """
     header = stored.record.header
     record = stored.record
-    if stored.staged:
+    if stored.may_change:
         record = replace(record, body=memoryview(bytes(record.body)))
         if not record.is_intact():
             raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")

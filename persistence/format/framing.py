@@ -221,11 +221,17 @@ class RecordRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRecord:
-    """A differential and the file that holds it."""
+    """A differential and the file that holds it.
+
+    Attributes:
+        record: The differential.
+        path: The file.
+        may_change: Whether a live trainer may write something else to its place at any moment.
+    """
 
     record: RecordRef
     path: Path
-    staged: bool
+    may_change: bool
 
     @property
     def framed_bytes(self) -> int:

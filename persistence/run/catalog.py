@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.locks import is_locked
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind, StoredRecord
 from lowdiff.persistence.format.image import Manifest, check_shard, is_complete, manifest_file
@@ -105,12 +106,13 @@ def scan(
         # A replica's queue may have gigabytes, of which almost nothing is needed, so skip
         # checksums.
         check = check_all or is_log(stage)
+        is_live = is_locked(stage.trainer_lock) is not False
         for path, record in staged_records(stage, check=check):
             # A BASE record stands at its incarnation's base step, where no differential can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
-                own.stage(StoredRecord(record, path, staged=True), is_checked=check)
+                own.stage(StoredRecord(record, path, may_change=is_live), is_checked=check)
     fences, unreadable = _fences(folder, run_id, damage, damage, with_copies=check_all)
     add_segments(folder, run_id, records, damage, check=check_all)
     # Read retention.json last: removals are recorded before deletion, so a missing segment is

@@ -151,7 +151,7 @@ class RankRecords(Mapping[int, StoredRecord]):
         record = self._record(stretch, step)
         if record is None:
             raise DamagedFile(stretch.path, f"step {step} should be in it and is not")
-        return StoredRecord(record, stretch.path, staged=False)
+        return StoredRecord(record, stretch.path, may_change=False)
 
     def __iter__(self) -> Iterator[int]:
         for first, last in self.ranges:

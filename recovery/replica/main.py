@@ -262,7 +262,7 @@ class Replica:
         number = record.header.step
         try:
             # The trainer leaves the record alone until it is consumed.
-            stored = StoredRecord(record, self._staging.root, staged=False)
+            stored = StoredRecord(record, self._staging.root, may_change=False)
             step = share_step(stored, self._fence)
             self._step(shard, step)
         except (ReplayMismatch, DamagedFile, *UNREPLAYABLE) as error:

@@ -44,7 +44,7 @@ def read_all(data: bytes) -> int:
         header = FileHeader.unpack(data, _PATH)
         found = 0
         for record in read_records(memoryview(data), header):
-            stored = StoredRecord(record, _PATH, staged=False)
+            stored = StoredRecord(record, _PATH, may_change=False)
             read_differential(stored, codec)
             found += 1
         return found

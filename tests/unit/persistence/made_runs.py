@@ -124,7 +124,7 @@ def tear(log: StagingFolder, step: int) -> Path:
 def listed(catalog: Catalog, incarnation: int = 0, rank: int = 0) -> dict[int, bool]:
     """Step -> whether it was found in staging."""
     found = catalog.of(incarnation, rank)
-    return {step: stored.staged for step, stored in sorted(found.items())}
+    return {step: "segments" not in stored.path.parts for step, stored in sorted(found.items())}
 
 
 def began(folder: RunFolder) -> None:

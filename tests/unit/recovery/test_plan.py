@@ -34,7 +34,7 @@ def record(incarnation: int, rank: int, step: int) -> StoredRecord:
     body = memoryview(bytes(8))
     kind = RecordKind.DIFFERENTIAL
     header = RecordHeader(kind, False, 0, 8, crc32c(body), step, incarnation, rank, 1, 0)
-    return StoredRecord(RecordRef(header, 0, body), Path("x.seg"), staged=False)
+    return StoredRecord(RecordRef(header, 0, body), Path("x.seg"), may_change=False)
 
 
 def catalog(

@@ -96,7 +96,7 @@ def with_meta(record: RecordRef, meta: bytes) -> RecordRef:
 
 
 def read(record: RecordRef) -> Differential:
-    return read_differential(StoredRecord(record, PATH, staged=False), CODEC)
+    return read_differential(StoredRecord(record, PATH, may_change=False), CODEC)
 
 
 def assert_same(found: Differential, expected: Differential) -> None:

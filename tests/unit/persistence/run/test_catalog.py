@@ -14,6 +14,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import ConfigError, DamagedFile, NotARun, OtherFormat, RunInUse
 from lowdiff.persistence.files.durable import make_directory
+from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
@@ -224,8 +225,10 @@ def test_a_record_decodes_alike_from_staging_and_from_a_segment(
 def test_a_staged_record_that_is_overwritten_after_it_was_listed_is_not_believed(
     folder: RunFolder, staging: Path
 ) -> None:
-    stage(staging, [1, 2, 3])
+    lock = FileLock(stage(staging, [1, 2, 3]).trainer_lock)
+    assert lock.acquire("its trainer")
     found = scan(folder, [staging])
+    lock.release()
     stored = found.records[0, 0][2]
     other = found.records[0, 0][3].record
     with stored.path.open("r+b") as file:  # a live trainer's next lap puts a twin in its place
@@ -233,6 +236,14 @@ def test_a_staged_record_that_is_overwritten_after_it_was_listed_is_not_believed
         file.write(bytes(other.header.pack()) + bytes(other.body))
     with pytest.raises(DamagedFile, match="step 2 was overwritten"):
         read_differential(stored, Codec())
+
+
+def test_what_a_dead_trainer_staged_is_read_where_it_lies(folder: RunFolder, staging: Path) -> None:
+    stage(staging, [1, 2])
+    stored = scan(folder, [staging]).records[0, 0][2]
+    body = np.frombuffer(stored.record.body, np.uint8)
+    for section in read_differential(stored, Codec()).payload.sections:
+        assert np.shares_memory(section.data, body)
 
 
 def test_the_unbroken_sequence_after_a_base_ends_before_the_first_gap(

@@ -59,7 +59,7 @@ def record(number: int, rank: int, step: int) -> StoredRecord:
     header = RecordHeader(
         RecordKind.DIFFERENTIAL, False, 0, 0, 0, step, number, rank, WORLD_SIZE, 0
     )
-    return StoredRecord(RecordRef(header, 0, memoryview(b"")), Path("x"), staged=True)
+    return StoredRecord(RecordRef(header, 0, memoryview(b"")), Path("x"), may_change=True)
 
 
 class Files:

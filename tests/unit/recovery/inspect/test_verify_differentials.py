@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.run.catalog import scan
@@ -206,8 +207,11 @@ def test_staged_bytes_that_were_overwritten_are_not_decoded(
     crashed: Trained, tmp_path: Path
 ) -> None:
     copy = crashed.copied(tmp_path)
-    catalog = scan(RunFolder(copy.run), [copy.staging])
-    stored = catalog.records[0, 0][4]
+    (stage,) = StagingFolder.all(copy.staging)
+    lock = FileLock(stage.trainer_lock)
+    assert lock.acquire("a trainer that lives")
+    stored = scan(RunFolder(copy.run), [copy.staging]).records[0, 0][4]
+    lock.release()
     assert read_differential(stored, Codec()).step == 4
     with stored.path.open("r+b") as file:
         file.seek(stored.record.offset + 64 + stored.record.header.meta_bytes + 100)
