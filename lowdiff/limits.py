@@ -20,6 +20,7 @@ PLACES = {
     "image_piece_bytes": "lowdiff.recovery.images._PIECE_BYTES",
     "kept_intervals": "lowdiff.protect.gradients.strategy._INTERVALS",
     "lease_look_seconds": "lowdiff.persistence.files.lease._POLL_SECONDS",
+    "late_gradient_bytes": "lowdiff.protect.gradients.queue._LATE_BYTES",
     "least_body_steps": "lowdiff.attach.memory._LEAST_STEPS",
     "load_batch_bytes": "lowdiff.recovery.load._BATCH_BYTES",
     "memory_patience_seconds": "lowdiff.recovery.sources.folders._PATIENCE_SECONDS",

@@ -46,7 +46,7 @@ class Follower:
 
     It reads what any recovery reads, writes nothing, and tells nobody that it is there. With a log it goes on by the
     differentials that all ranks have staged, or have made durable where it sees no staging memory. Without one it goes
-    on by the queue of the replicas, while that still has the steps, and else by snapshots.
+    on by the queue of the replicas or by kept gradients, while these still have the steps, and else by snapshots.
 
     Large because each look weighs one state against the run: whether the run still holds the state, what leads on
     from it, and what has to be fetched for that.

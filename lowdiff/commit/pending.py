@@ -118,6 +118,13 @@ class Pending:
                 self._thread.start()
             self._turn.notify_all()
 
+    def wait_until(
+        self, is_enough: Callable[[], bool], timeout_seconds: float | None = None
+    ) -> None:
+        """Wait until enough is done, or work fails: which is raised where `finish` is called next."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._error is not None or is_enough(), timeout_seconds)
+
     def finish(
         self,
         is_enough: Callable[[], bool] | None = None,
@@ -134,7 +141,7 @@ class Pending:
         """
         is_enough = is_enough or (lambda: not self._jobs)
         with self._turn:
-            self._turn.wait_for(lambda: self._error is not None or is_enough(), timeout_seconds)
+            self.wait_until(is_enough, timeout_seconds)
             error, self._error = self._error, None
             if error is not None:
                 self._turn.notify_all()

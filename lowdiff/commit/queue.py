@@ -33,13 +33,13 @@ class Queue(Sink, ABC):
     Attributes:
         logs_steps: Whether every step becomes durable by itself, without a snapshot after it.
         makes_images: Whether another process takes the regular snapshots.
-        comes_late: Whether a step may be staged while later ones are made, once it has come from an accelerator.
+        most_late: How many steps may be on their way from an accelerator while later ones are made.
         images: Full snapshots on their way to the processes.
     """
 
     logs_steps: ClassVar[bool] = False
     makes_images = False
-    comes_late: ClassVar[bool] = False
+    most_late = 0
 
     def __init__(self, trainer: Trainer, storage: Storage) -> None:
         self.images = Images(trainer)

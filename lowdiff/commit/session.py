@@ -161,6 +161,7 @@ class Session:
             recorder.begin_call(index)
             self.hear()
             self.gate.enter()
+            self._staging.wait_for_room()  # before gradients lie on the device once more
             if recorder.consume(index, arguments):
                 step = recorder.step
                 self._staging.stage_ahead(step.number, recorder.reducer, len(step.earlier))

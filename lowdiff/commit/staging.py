@@ -52,7 +52,7 @@ class Staging:
     ) -> None:
         self.protection = protection
         self._lock = trainer.turn
-        self.reach = Reach(self._lock, needs_all=protection.queue.comes_late)
+        self.reach = Reach(self._lock, needs_all=protection.queue.most_late > 0)
         self._area = area
         self._trainer = trainer
         self._live = live
@@ -73,8 +73,13 @@ class Staging:
         """How many steps have ended and are not staged; for any thread."""
         return max(0, self._ended_step - self.reach.step)
 
+    def wait_for_room(self) -> None:
+        """Wait until one more step may be on its way from an accelerator, or what staging met is to be raised."""
+        if self._pending:
+            self._pending.wait_until(lambda: self.num_pending < self._queue.most_late)
+
     def make_room(self) -> None:
-        """Wait until one more step may be on its way from an accelerator; raises what staging met meanwhile.
+        """The same, and raise what staging met meanwhile.
 
         Raises:
             WriterFailed: See `Sink.stage`.
@@ -82,7 +87,7 @@ class Staging:
             LowDiffError: What else a step was found to be when it was here.
         """
         if self._pending:
-            self._pending.finish(lambda: self.num_pending < MOST_LATE)
+            self._pending.finish(lambda: self.num_pending < self._queue.most_late)
 
     def hold(self) -> None:
         """Have the device copy the rest of a snapshot before it does what is queued from now on; the host goes on.
@@ -217,7 +222,7 @@ class Staging:
 
     def stage(self, sealed: Sealed, look: Look) -> Look:
         """Stage a step, or see that it is staged once it is here; returns the newest look at storage."""
-        if self._queue.comes_late and (sealed.late or self._pending):
+        if self._queue.most_late and (sealed.late or self._pending):
             step = sealed.differential.step
             with self._lock:
                 if step <= self._ended_step:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
+from lowdiff.commit.pending import MOST_LATE
 from lowdiff.commit.queue import Queue, base_record
 from lowdiff.commit.sinks import Ahead, Handed
 from lowdiff.commit.storage import Look, Storage, Trainer
@@ -20,6 +21,8 @@ from lowdiff.types import Section
 #: An image is taken each time so small a part of the log is filled: two parts lie between the older image and
 #: the next one, and steps go on while that is written.
 _PART = 1 / 3
+#: Of gradients that lie on an accelerator once more while they are on their way from it; one step's may.
+_LATE_BYTES = 1 << 30
 
 
 class GradientsQueue(Queue):
@@ -30,15 +33,18 @@ class GradientsQueue(Queue):
     Args:
         log: Where they lie; as much of it is reused as lies before the older image.
         num_steps: How many steps it is planned for.
+        body_bytes: Bytes of each.
         trainer: See `Queue`.
         storage: Has the writer.
     """
 
-    comes_late: ClassVar[bool] = True
     images: KeptImages
 
-    def __init__(self, log: StagingLog, num_steps: int, trainer: Trainer, storage: Storage) -> None:
+    def __init__(
+        self, log: StagingLog, num_steps: int, body_bytes: int, trainer: Trainer, storage: Storage
+    ) -> None:
         super().__init__(trainer, storage)
+        self.most_late = MOST_LATE if MOST_LATE * body_bytes <= _LATE_BYTES else 1
         self.images = KeptImages(trainer)
         self._log = log
         self._num_steps = num_steps

@@ -73,7 +73,7 @@ class GradientsStrategy(Copyable, Uncompressed):
             f"gradients of about {num_steps} steps are kept in memory, of which at least a third come back",
             rank=trainer.rank,
         )
-        return Protection(storage, GradientsQueue(log, num_steps, trainer, storage))
+        return Protection(storage, GradientsQueue(log, num_steps, body, trainer, storage))
 
     def copy_bytes(self, staging: StagingNeed) -> int:
         """See `Copyable`."""

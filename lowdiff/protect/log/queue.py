@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+from lowdiff.commit.pending import MOST_LATE
 from lowdiff.commit.queue import Queue, base_record
 from lowdiff.commit.sinks import Handed
 from lowdiff.commit.storage import Look, Storage, Trainer
@@ -21,7 +22,7 @@ class LogQueue(Queue):
     """Differentials that the writer makes durable (strategy log)."""
 
     logs_steps: ClassVar[bool] = True
-    comes_late: ClassVar[bool] = True
+    most_late = MOST_LATE
 
     def __init__(self, log: StagingLog, trainer: Trainer, storage: Storage) -> None:
         super().__init__(trainer, storage)

@@ -77,6 +77,19 @@ def test_a_step_counts_once_it_is_staged_and_two_may_be_on_their_way(tmp_path: P
     assert recovered(tmp_path) == stats["committed_step"]
 
 
+def test_of_large_gradients_one_step_at_a_time_is_on_its_way(tmp_path: Path) -> None:
+    with testing.limits(late_gradient_bytes=1):
+        loop = attached(tmp_path, compressor=None, strategy="gradients")
+    for number in range(3):
+        loop.step(number)
+        # What this step's gradients took on the device is not there beside those of the one before.
+        assert loop.checkpointer.stats()["pending_steps"] == 0
+        loop.checkpointer.commit()
+        assert loop.checkpointer.stats()["pending_steps"] == 1
+    loop.checkpointer.close()
+    assert recovered(tmp_path) == 3
+
+
 def test_a_step_that_has_arrived_is_staged_without_another_call(tmp_path: Path) -> None:
     loop = attached(tmp_path)
     trained(loop, 0, 1)

@@ -76,7 +76,7 @@ def test_copies_have_what_an_optimizer_uses_though_the_queue_is_gone() -> None:
     seen: list[Ahead] = []
 
     class Gone(Sink):
-        logs_steps = comes_late = False
+        logs_steps, most_late = False, 0
 
         def stage_ahead(self, ahead: Ahead) -> None:
             raise StorageError("somebody removed it")

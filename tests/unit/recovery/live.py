@@ -24,7 +24,7 @@ class Training:
         torch.manual_seed(3)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        if settings.get("strategy") != "replica":
+        if settings.get("strategy") in (None, "log"):
             settings = {"compressor": TopK(0.1, dense_below=8), **settings}
         self.checkpointer = lowdiff.Checkpointer(
             folder / "run", staging=folder / "staging", **{"snapshot_every": 100, **settings}

@@ -190,17 +190,21 @@ def test_what_is_not_durable_may_be_passed_over(tmp_path: Path) -> None:
         live.assert_followed(follower)
 
 
-def test_a_run_without_a_log_is_followed_by_its_queue(tmp_path: Path) -> None:
-    with training(tmp_path, strategy="replica") as live, live.follow() as follower:
+@pytest.mark.parametrize("strategy", ["replica", "gradients"])
+def test_a_run_without_a_log_is_followed_by_what_is_in_memory(
+    tmp_path: Path, strategy: str
+) -> None:
+    with training(tmp_path, strategy=strategy) as live, live.follow() as follower:
         for _ in range(4):
             live.train()
             assert follower.look()
             live.assert_followed(follower)
 
 
-def test_without_its_queue_it_is_followed_by_snapshots(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["replica", "gradients"])
+def test_without_its_memory_it_is_followed_by_snapshots(tmp_path: Path, strategy: str) -> None:
     with (
-        training(tmp_path, strategy="replica", snapshot_every=3) as live,
+        training(tmp_path, strategy=strategy, snapshot_every=3) as live,
         live.follow(durable=True) as follower,
     ):
         live.train(3)

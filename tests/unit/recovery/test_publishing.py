@@ -70,11 +70,13 @@ def test_each_step_is_published_to_the_bit(tmp_path: Path, dtype: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_is_published(tmp_path: Path) -> None:
-    with training(tmp_path, strategy="replica") as live, publishing(live) as publisher:
+@pytest.mark.parametrize("strategy", ["replica", "gradients"])
+def test_without_a_compressor_a_run_is_published_as_well(tmp_path: Path, strategy: str) -> None:
+    with training(tmp_path, strategy=strategy) as live, publishing(live) as publisher:
         for _ in range(5):
             live.train()
-            wait_until(live.checkpointer, lambda stats: stats["replica_step"] == live.step)
+            if strategy == "replica":
+                wait_until(live.checkpointer, lambda stats: stats["replica_step"] == live.step)
             while publisher.next() is not None:
                 pass
             assert_published(live)
@@ -373,16 +375,17 @@ def test_a_publisher_that_dies_is_replaced(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["log", "gradients"])
 def test_after_a_kill_of_the_trainer_the_rest_is_published_and_the_next_goes_on(
-    tmp_path: Path,
+    tmp_path: Path, strategy: str
 ) -> None:
     chosen = Publisher(tmp_path / "target")
-    first = Training(tmp_path, publish=chosen)
+    first = Training(tmp_path, publish=chosen, strategy=strategy)
     first.train(4)
     wait_until(first.checkpointer, lambda stats: stats["published_step"] >= 1)
     first.train(1)
     lowdiff.testing.kill(first.checkpointer, processes=False)
-    with training(tmp_path, publish=chosen) as second:
+    with training(tmp_path, publish=chosen, strategy=strategy) as second:
         assert second.step == 5
         second.train(2)
     assert_published(second)
@@ -392,12 +395,13 @@ def test_after_a_kill_of_the_trainer_the_rest_is_published_and_the_next_goes_on(
     assert not list((tmp_path / "target").glob("*.withdrawn"))
 
 
+@pytest.mark.parametrize("strategy", ["log", pytest.param("gradients", marks=pytest.mark.slow)])
 def test_what_was_committed_before_a_kill_of_all_is_published_by_a_life_without_a_step(
-    tmp_path: Path,
+    tmp_path: Path, strategy: str
 ) -> None:
     chosen = Publisher(tmp_path / "target")
-    killed(tmp_path, 3, publish=chosen)
-    with training(tmp_path, publish=chosen) as second:
+    killed(tmp_path, 3, publish=chosen, strategy=strategy)
+    with training(tmp_path, publish=chosen, strategy=strategy) as second:
         assert second.step == 3
     assert_published(second)
 
