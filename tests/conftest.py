@@ -63,7 +63,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Divide the cases of a test: ``cases(n)`` leaves all but the first n to `make test-all`.
 
-    Of the slow ones ``turns(k)`` leaves all but every k-th to `make soak`; those of an engine take turns by themselves.
+    Of the slow ones ``turns(k)`` leaves all but every k-th to `make soak`; those of an engine take turns by themselves,
+    other ones than those of the other engine.
     """
     quick: Counter[str] = Counter()
     slow: Counter[tuple[str, str]] = Counter()
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (marker := item.get_closest_marker("turns")) and is_slow:
             assert isinstance(item, pytest.Function)
             turn = name, str(item.callspec.params.get("engine"))
-            if slow[turn] % marker.args[0]:
+            if (slow[turn] + turn[1].startswith("late")) % marker.args[0]:
                 item.add_marker(pytest.mark.campaign)
             slow[turn] += 1
 

@@ -81,6 +81,7 @@ REPRESENTATIVES = (
 )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("loop", "name"),
     [

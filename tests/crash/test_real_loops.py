@@ -21,6 +21,7 @@ def world_sizes(name: str) -> list[int]:
     return [2, 3] if NAMES.index(name) % 2 else [2]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [

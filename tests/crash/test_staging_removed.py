@@ -103,6 +103,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Undistu
     return of
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "lost_by", "remove", "between"),
@@ -144,6 +145,7 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
     assert_identical(killed, undisturbed(strategy, world_size))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "remove", "dies_after"),
