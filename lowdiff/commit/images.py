@@ -13,9 +13,10 @@ from lowdiff.core import devices
 from lowdiff.core.events import Code
 from lowdiff.core.layout import is_dense, share_owners
 from lowdiff.core.memory import byte_view
-from lowdiff.core.nested import each_tensor
+from lowdiff.core.nested import copied, each_tensor
 from lowdiff.core.sums import unsigned
 from lowdiff.core.sums.host import host_sum
+from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.sharding import local_of
 from lowdiff.model.tracked import Live
@@ -166,7 +167,12 @@ class Trailing:
         """
         # First: as long as the device has not come to them, no piece would be done, and each pause would be long.
         (sums,) = self.sums.arrived()
-        here = dict(zip(self.names, self.trail.arrived(), strict=True))
+        try:
+            here = dict(zip(self.names, self.trail.arrived(), strict=True))
+        except StorageError:
+            if freed := self.trail.freed():
+                raise Overwritten(self.names[freed[0]]) from None
+            raise
         changed = self.changed(here, unsigned(sums))
         if changed:
             raise Overwritten(changed[0])
@@ -226,7 +232,7 @@ class Share:
         return image_tensors([*tensors, (SCALARS, scalars)])
 
 
-def share_of(live: Live, sealed: Sealed, *, trails: bool = False) -> Share:
+def share_of(live: Live, sealed: Sealed, *, lasts: bool = False, trails: bool = False) -> Share:
     """Read everything that this rank stores of the current state, which is that of ``sealed``.
 
     Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
@@ -235,6 +241,7 @@ def share_of(live: Live, sealed: Sealed, *, trails: bool = False) -> Share:
     Args:
         live: The training.
         sealed: The step.
+        lasts: Whether it may be read while training goes on: whatever travels is then read by another thread.
         trails: Whether what only optimizers write may be copied beside the next step; `Share.hold` is called before
             they do.
     """
@@ -246,11 +253,17 @@ def share_of(live: Live, sealed: Sealed, *, trails: bool = False) -> Share:
         if not (live.shares_constants and tracker.is_as_started(name))
     }
     tensors |= {RESIDUAL + name: values for name, values in live.residual.named().items()}
-    return _share(live, sealed, live.rank, tensors, tracker.committed, trails=trails)
+    return _share(live, sealed, live.rank, tensors, tracker.committed, lasts=lasts, trails=trails)
 
 
 def share_of_items(
-    live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes], *, trails: bool = False
+    live: Live,
+    sealed: Sealed,
+    rank: int,
+    items: Mapping[str, bytes],
+    *,
+    lasts: bool = False,
+    trails: bool = False,
 ) -> Share:
     """Read what a rank would store of the current state; parameters and optimizer state are equal on all.
 
@@ -259,6 +272,7 @@ def share_of_items(
         sealed: The step whose state it is.
         rank: Whose share.
         items: All items of that rank at that step; no bytes for one that is gone.
+        lasts: See `share_of`.
         trails: See `share_of`.
     """
     tensors, values = {}, {}
@@ -268,7 +282,7 @@ def share_of_items(
         elif data:
             tensors[name] = decode_item(name, data)
     kept = {name: data for name, data in values.items() if data}
-    return _share(live, sealed, rank, tensors, kept, trails=trails)
+    return _share(live, sealed, rank, tensors, kept, lasts=lasts, trails=trails)
 
 
 def _share(
@@ -278,6 +292,7 @@ def _share(
     tensor_items: Mapping[str, torch.Tensor],
     items: Mapping[str, bytes],
     *,
+    lasts: bool,
     trails: bool,
 ) -> Share:
     attached, averages = live.attached, live.averages.named_tensors()
@@ -303,15 +318,14 @@ def _share(
     trailing = _trailing(live, tensors) if trails else None
     tensors |= tensor_items
     others: list[torch.Tensor] = []
-    # Copies: an optimizer counts its steps in place, in tensors of one element.
-    values: list[Any] = [
-        [list(own) for own in sealed.groups],
-        state,
-        list(sealed.differential.held),
-    ]
-    each_tensor(values, lambda _, tensor: others.append(tensor.detach().clone()))
+    # An optimizer counts its steps in place, in tensors of one element, or keeps lists that grow.
+    values = copied([[*sealed.groups], state, [*sealed.differential.held]])
+    each_tensor(values, lambda _, tensor: others.append(tensor))
     apart = frozenset(() if trailing is None else trailing.names)
-    leaving = devices.leave([*(t for name, t in tensors.items() if name not in apart), *others])
+    whole = [tensor for name, tensor in tensors.items() if name not in apart]
+    # A share that does not travel is read at once.
+    lasts = lasts and (trailing is not None or any(map(devices.comes_late, [*whole, *others])))
+    leaving = devices.leave([*whole, *others], lasts=lasts)
     return Share(tuple(tensors), values, dict(items), leaving, trailing)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lowdiff.errors import StorageError
+
 #: Steps that may be on their way.
 MOST_LATE = 2
 _END_SECONDS = 1.0
@@ -110,12 +112,22 @@ class Pending:
         Args:
             arrive: Waits for it, and returns it. Called in the thread, once unless it fails.
             take: Called with that, under the lock.
+
+        Raises:
+            StorageError: If no thread is to be had.
         """
         with self._turn:
-            self._jobs.append(_Job(arrive, take))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise StorageError(
+                        f"a step that leaves an accelerator is staged by a thread, and none is to be had ({error}); "
+                        "raise the limit of processes (ulimit -u, or the container's pids limit)"
+                    ) from error
+                self._thread = thread
+            self._jobs.append(_Job(arrive, take))
             self._turn.notify_all()
 
     def wait_until(

@@ -31,7 +31,8 @@ class Why(Enum):
     """Why a full snapshot is taken."""
 
     UNREPLAYABLE = "the step's record cannot be replayed"
-    INTERVAL = "the interval is over, or retention keeps the step"
+    INTERVAL = "the interval is over"
+    KEPT = "retention keeps the step"
     RANKS_APART = "ranks were found not to be alike"
     OTHER_RANK = "another rank could log the step before only as a snapshot"
     STAGING_RENEWED = "staging was made anew"
@@ -46,7 +47,8 @@ class Situation:
 
     Attributes:
         rebases: Whether only a snapshot of the step can be recovered.
-        is_due: Whether the interval is over.
+        is_due: Whether the interval is over, or retention keeps the step.
+        is_kept: Whether retention keeps it.
         logs_steps: Whether steps become durable without a snapshot after them.
         makes_images: Whether another process takes the regular snapshots.
         asked: Why else one was asked for; None where nobody did.
@@ -57,6 +59,7 @@ class Situation:
 
     rebases: bool
     is_due: bool
+    is_kept: bool
     logs_steps: bool
     makes_images: bool
     asked: Why | None
@@ -72,7 +75,7 @@ def decide(now: Situation) -> Why | None:
     if now.is_last_chance and not now.logs_steps:
         return Why.PREEMPTED
     if now.is_due and not now.makes_images:
-        return Why.INTERVAL
+        return Why.KEPT if now.is_kept else Why.INTERVAL
     if now.asked is not None:
         return now.asked
     if now.can_catch_up:
@@ -134,6 +137,7 @@ class Schedule:
             Situation(
                 rebases=rebases,
                 is_due=self.cadence.is_due(step),
+                is_kept=self.cadence.is_kept(step),
                 logs_steps=self._queue.logs_steps,
                 makes_images=self._queue.makes_images,
                 asked=self._asked,
@@ -206,8 +210,11 @@ class Cadence:
         """Whether a full snapshot is due at a step."""
         if not self._settings.tunes_interval:
             return self._settings.takes_snapshot_at(step)
-        kept = self._settings.keeps(step)
-        return kept or step - self._base_step >= self.snapshot_every
+        return self.is_kept(step) or step - self._base_step >= self.snapshot_every
+
+    def is_kept(self, step: int) -> bool:
+        """Whether retention keeps a step for ever."""
+        return self._settings.keeps(step)
 
     def snapshot_taken(self, step: int) -> None:
         """Count the interval from here."""

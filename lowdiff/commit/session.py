@@ -26,6 +26,10 @@ from lowdiff.step.states import Sealed, State
 
 #: Steps are of no use before a snapshot for one of these reasons is durable.
 _WAITED_FOR = frozenset({Why.UNREPLAYABLE, Why.OTHER_RANK, Why.STAGING_RENEWED})
+#: Another step's is as good, so these may be given up for a later one.
+_REPEATED = frozenset({Why.INTERVAL, Why.RING})
+#: Of this very step, as all ranks know alike: no later one takes its place.
+_PROMISED = frozenset({Why.KEPT, Why.PREEMPTED})
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
 _compiling_callback: Callable[[], object] = getattr(
@@ -72,6 +76,7 @@ class Session:
         self._schedule = schedule
         #: Behind the newest optimizer step, on its device.
         self._mark = devices.mark(live.attached.device)
+        self._stream: torch.Stream | None = None
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
@@ -171,6 +176,7 @@ class Session:
         """Look at what an optimizer has just updated; see `OptimizerHooks`."""
         with self._timed():
             self._mark = devices.mark(self.device)
+            self._stream = devices.stream_of(self.device) if self._mark is not None else None
             self.recorder.end(index)
 
     def _timed(self) -> Timed:
@@ -224,6 +230,7 @@ class Session:
         try:
             self._commit()
         finally:
+            devices.go_first(self._stream)  # what was queued here reads what the next body writes
             self.gate.leave()
 
     def _commit(self) -> None:
@@ -243,10 +250,30 @@ class Session:
             self.step, heard, look, rebases=has_gap, is_preempted=is_preempted
         )
         if why is not None:
+            if why in _PROMISED:
+                self._hear_of_all_steps()
             self._staging.snapshot(
-                sealed, look, waits=why in _WAITED_FOR, is_due=why is not Why.RING
+                sealed,
+                look,
+                waits=why in _WAITED_FOR,
+                is_due=why is not Why.RING,
+                trails=why in _REPEATED,
             )
         self._trainer.meter.step_done(max(0, self.committed_step - self.queue.durable_step))
+        self._show()
+
+    def _hear_of_all_steps(self) -> None:
+        """Have all ranks stage what is on its way, and hear of it; all call it behind the same step.
+
+        Else a snapshot that takes another one's place in memory would be put off until they have.
+        """
+        if self.queue.logs_steps or not self.queue.most_late or not devices.comes_late(self.device):
+            return
+        self._staging.wait_for_all()
+        if not self.agreement.is_alone:
+            self.agreement.settle(self.hear())
+            self._tell()
+            self.hear()
         self._show()
 
     def _agree(self) -> tuple[RankNews, ...]:

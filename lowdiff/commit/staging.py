@@ -78,6 +78,11 @@ class Staging:
         if self._pending:
             self._pending.wait_until(lambda: self.num_pending < self._queue.most_late)
 
+    def wait_for_all(self) -> None:
+        """Wait until every step that has ended is staged, or what staging met is to be raised."""
+        if self._pending:
+            self._pending.wait_until(lambda: self.num_pending == 0)
+
     def make_room(self) -> None:
         """The same, and raise what staging met meanwhile.
 
@@ -277,6 +282,7 @@ class Staging:
         required: bool = False,
         waits: bool = False,
         is_due: bool = True,
+        trails: bool = False,
     ) -> None:
         """Stage a snapshot of a step, unless that was the last one staged; another thread writes what leaves an accelerator.
 
@@ -286,6 +292,8 @@ class Staging:
             required: Whether to wait for memory, and for the snapshot before.
             waits: Whether to wait until it is durable, unless ``backpressure="degrade"``.
             is_due: Whether it is to be durable; else it stays in memory, where the queue keeps some.
+            trails: Whether it may be given up for another one where something else than an optimizer writes to what is
+                copied beside the next step.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
@@ -308,7 +316,15 @@ class Staging:
                     if cleared is None:
                         return
                     look = cleared
-                    self._take(sealed, required=required, is_prompt=is_prompt, is_due=is_due)
+                    # After one that was given up so, the next is copied in its turn.
+                    trails = trails and not (is_prompt or images.is_owed)
+                    self._take(
+                        sealed,
+                        required=required,
+                        is_prompt=is_prompt,
+                        is_due=is_due,
+                        trails=trails,
+                    )
                 except BaseException:  # whatever broke it off: nobody asks for it again
                     images.is_owed = True
                     raise
@@ -319,18 +335,19 @@ class Staging:
                 if self._trainer.world_size == 1:
                     self.reach.close(look.writer.durable_snapshot)
 
-    def _take(self, sealed: Sealed, *, required: bool, is_prompt: bool, is_due: bool) -> None:
+    def _take(
+        self, sealed: Sealed, *, required: bool, is_prompt: bool, is_due: bool, trails: bool
+    ) -> None:
         """Read the live state, and write it or leave that to another thread."""
         trainer, images, step = self._trainer, self._queue.images, sealed.differential.step
         with trainer.counters.timed(trainer.counters.snapshot_seconds):
             items = self.items(step)
-            # One that is owed may have been overwritten before.
-            trails = not is_prompt and not images.is_owed
+            lasts = not is_prompt
             if items is None:
-                share = share_of(self._live, sealed, trails=trails)
+                share = share_of(self._live, sealed, lasts=lasts, trails=trails)
             else:  # buffers may have moved on since
                 rank = self._live.rank
-                share = share_of_items(self._live, sealed, rank, items, trails=trails)
+                share = share_of_items(self._live, sealed, rank, items, lasts=lasts, trails=trails)
             try:
                 images.begin(step, is_due=is_due)
                 if share.travels and not is_prompt:

@@ -117,6 +117,12 @@ def follow(mark: torch.Event | None) -> None:
         stream_of(mark.device).wait_event(mark)
 
 
+def go_first(stream: torch.Stream | None) -> None:
+    """Have what is queued on another stream from now on run behind what this thread has queued; the host does not wait."""
+    if stream is not None and stream != stream_of(stream.device):
+        stream.wait_event(stream_of(stream.device).record_event())
+
+
 def settle(device: torch.device) -> None:
     """Wait until nothing is queued on a device any more, on any stream."""
     if not may_look(device):
@@ -183,7 +189,8 @@ class Copy:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(stream)
-        self._event = stream.record_event()
+        # Blocking: a thread that waits for it leaves its core to others.
+        self._event = stream.record_event(torch.cuda.Event(blocking=True))
 
     @property
     def travels(self) -> bool:
@@ -237,6 +244,11 @@ def _host_memory(like: torch.Tensor) -> torch.Tensor:
 
     On an H200 a copy into fresh pages, as ``Tensor.cpu`` makes it, reached a fiftieth of the link's speed.
     """
+    with torch.inference_mode(False):  # another thread writes to it
+        return _empty_on_host(like)
+
+
+def _empty_on_host(like: torch.Tensor) -> torch.Tensor:
     if like.device.type != "cuda":
         return torch.empty_like(like, device="cpu")
     try:
@@ -253,16 +265,22 @@ class Leaving:
     """Tensors on their way to the host as they are now, each by itself: all of a model is not gathered.
 
     Args:
-        tensors: On any device. Those on the host are read where they lie.
+        tensors: On any device.
+        lasts: Whether they are read while training goes on, and so those on the host are copied as well; else these
+            are read where they lie.
         stays: Whether one lies on the host.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
+        *,
+        lasts: bool = False,
         stays: Callable[[torch.Tensor], bool] = may_look,
     ) -> None:
         self._hosts = [tensor.detach() for tensor in tensors]
+        if lasts:
+            self._hosts = [one.clone() if stays(one) else one for one in self._hosts]
         leaving: dict[torch.device, list[int]] = {}
         for place, tensor in enumerate(self._hosts):
             if not stays(tensor):
@@ -288,9 +306,14 @@ class Leaving:
         return self._hosts
 
 
-def leave(tensors: Sequence[torch.Tensor]) -> Leaving:
-    """Begin to copy tensors to the host as they are now; what is queued from now on may overwrite them."""
-    return Leaving(tensors)
+def leave(tensors: Sequence[torch.Tensor], *, lasts: bool = False) -> Leaving:
+    """Begin to copy tensors to the host as they are now; what is queued from now on may overwrite them.
+
+    Args:
+        tensors: See `Leaving`.
+        lasts: See `Leaving`.
+    """
+    return Leaving(tensors, lasts=lasts)
 
 
 class Trail:
@@ -346,6 +369,11 @@ class Trail:
         if self._error is not None:
             raise StorageError(f"a copy off an accelerator failed: {self._error}") from self._error
         return self._hosts
+
+    def freed(self) -> list[int]:
+        """Return the places of tensors whose memory their owner has given back."""
+        sizes = [source.untyped_storage().nbytes() for source in self._sources]
+        return [i for i, source in enumerate(self._sources) if sizes[i] < source.nbytes]
 
     def _next(self) -> Copy | None:
         with self._turn:

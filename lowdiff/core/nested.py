@@ -9,10 +9,30 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 #: No record holds what is nested deeper.
 _MOST_DEPTH = 64
+#: Types of which a value never changes.
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
+
+
+def copied(value: Any) -> Any:
+    """Return a value as it is now: schedulers and optimizers write into tensors, arrays, lists and dicts in place."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is dict or kind is OrderedDict:
+        return kind(
+            (key, part if type(part) in _UNCHANGING else copied(part))
+            for key, part in value.items()
+        )
+    if kind is list or kind is tuple:
+        return kind([copied(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def each_tensor(

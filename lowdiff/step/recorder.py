@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from crc32c import crc32c
 
 from lowdiff.compressors.exchange import stamp_of
 from lowdiff.core import devices
-from lowdiff.core.nested import each_tensor
+from lowdiff.core.nested import copied, each_tensor
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import hyper_parameters
 from lowdiff.model.device_watch import DeviceWatch, Looks
@@ -356,26 +355,6 @@ class Recorder:
 
     def _groups(self) -> list[Groups]:
         return [copied(hyper_parameters(o)) for o in self._live.attached.optimizers]
-
-
-def copied(value: Any) -> Any:
-    """Hyper-parameters as they are now: schedulers write into tensors, arrays and lists in place."""
-    kind = type(value)
-    if kind in _UNCHANGING:
-        return value
-    if kind is dict:
-        return {
-            key: part if type(part) in _UNCHANGING else copied(part) for key, part in value.items()
-        }
-    if kind in (list, tuple):
-        return kind([copied(part) for part in value])
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-#: Types of which a value never changes.
-_UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
 def _ended(done: OptimizerStep | None, groups: Groups, *, can_compare: bool) -> OptimizerStep:

@@ -13,6 +13,7 @@ from lowdiff.commit.schedule import Situation, Why, decide
 QUIET = Situation(
     rebases=False,
     is_due=False,
+    is_kept=False,
     logs_steps=True,
     makes_images=False,
     asked=None,
@@ -24,6 +25,7 @@ SITUATIONS = st.builds(
     Situation,
     rebases=st.booleans(),
     is_due=st.booleans(),
+    is_kept=st.booleans(),
     logs_steps=st.booleans(),
     makes_images=st.booleans(),
     asked=st.sampled_from([None, *Why]),
@@ -38,6 +40,7 @@ SITUATIONS = st.builds(
     [
         (QUIET, None),
         (replace(QUIET, is_due=True), Why.INTERVAL),
+        (replace(QUIET, is_due=True, is_kept=True), Why.KEPT),
         (replace(QUIET, rebases=True, is_due=True), Why.UNREPLAYABLE),
         (replace(QUIET, asked=Why.RANKS_APART), Why.RANKS_APART),
         (replace(QUIET, can_catch_up=True), Why.OWED),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -99,6 +100,29 @@ def test_a_step_that_has_arrived_is_staged_without_another_call(tmp_path: Path) 
     state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert state.step == 2
     assert same(dict(state.model_state_dict()), weights)
+
+
+def test_a_commit_that_finds_no_thread_says_so_and_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = attached(tmp_path)
+    loop.step(0)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "lowdiff-staging":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(StorageError, match="limit of processes"):
+            loop.checkpointer.commit()
+    loop.checkpointer.commit()
+    trained(loop, 1, 2)
+    loop.settle()
+    loop.die()
+    assert recovered(tmp_path) == 3
 
 
 def test_what_a_kill_takes_is_made_again_to_the_same_bits(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ Copies arrive late here by `testing.late_copies`: what is overwritten before it 
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
 from lowdiff import testing
+from lowdiff.commit import images
 from lowdiff.commit.images import Images
 from lowdiff.commit.session import Session
 from lowdiff.core import devices
+from lowdiff.core.layout import is_dense
 from lowdiff.core.memory import byte_view
 from lowdiff.persistence.format.image import RESIDUAL
 from lowdiff.persistence.format.values import same
+from lowdiff.recovery.state import decode_item
 from tests.crash.lives import as_from_an_accelerator
 from tests.unit.loops import Loop, fail_once, small_model, wait_until
 
@@ -30,6 +37,7 @@ from tests.unit.loops import Loop, fail_once, small_model, wait_until
 SECONDS = 0.3
 LOG: dict[str, Any] = {"strategy": "log"}
 SURVIVORS: dict[str, Any] = {"strategy": "survivors", "compressor": None}
+GRADIENTS: dict[str, Any] = {"strategy": "gradients", "compressor": None}
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +55,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     show = Images.show
 
-    def noted(images: Images, *given: int) -> Any:
-        steps.append(images.step)
-        return show(images, *given)
+    def noted(own: Images, *given: int) -> Any:
+        steps.append(own.step)
+        return show(own, *given)
 
     monkeypatch.setattr(Images, "show", noted)
     return steps
@@ -61,9 +69,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, bytes]]:
     found: dict[int, dict[str, bytes]] = {}
     write = Images.write
 
-    def noted(images: Images, tensors: Any) -> Any:
-        found[images.step] = {tensor.name: bytes(tensor.data) for tensor in tensors}
-        return write(images, tensors)
+    def noted(own: Images, tensors: Any) -> Any:
+        found[own.step] = {tensor.name: bytes(tensor.data) for tensor in tensors}
+        return write(own, tensors)
 
     monkeypatch.setattr(Images, "write", noted)
     return found
@@ -379,3 +387,181 @@ def test_what_the_device_cannot_sum_as_it_lies_is_copied_in_its_turn(
     assert "LD222" not in caplog.text
     back = recovered(loop, 2).optimizer_state_dict()["state"]
     assert all(torch.equal(back[i]["exp_avg"], state[i]["exp_avg"]) for i in state)
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have tensors lie on the host, beside a model on an accelerator."""
+    places: set[int] = set()
+
+    def stays(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in places
+
+    monkeypatch.setattr(devices, "leave", partial(devices.Leaving, stays=stays))
+    # What lies elsewhere than the model does not trail.
+    monkeypatch.setattr(images, "is_dense", lambda tensor: is_dense(tensor) and not stays(tensor))
+
+    def lie(*tensors: torch.Tensor) -> None:
+        places.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    return lie
+
+
+@pytest.mark.parametrize("settings", [LOG, SURVIVORS])
+def test_an_average_on_the_host_is_of_its_step(
+    tmp_path: Path, on_the_host: Callable[..., None], settings: dict[str, Any]
+) -> None:
+    loop = Loop(tmp_path, settings={"snapshot_every": 2, **settings})
+    average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    on_the_host(*average.parameters())
+    loop.attach(average=average)
+    averaged = {}
+    for number in range(4):
+        loop.step(number)
+        average.update_parameters(loop.model)
+        loop.checkpointer.commit()
+        averaged[number + 1] = {
+            name: value.detach().reshape(-1).clone()
+            for name, value in average.module.named_parameters()
+        }
+    settled(loop, 2)
+    loop.die()
+    found = recovered(loop, 2).averages["average"]
+    assert same({name: found[name] for name in averaged[2]}, averaged[2])
+
+
+def test_items_on_the_host_are_of_their_step(
+    tmp_path: Path, on_the_host: Callable[..., None]
+) -> None:
+    model = small_model()
+    seen, kept = torch.zeros(2000), torch.zeros(2000)
+    model.register_buffer("seen", seen)
+    loop = Loop(tmp_path, model, settings={"snapshot_every": 2, **GRADIENTS})
+    on_the_host(seen, kept)
+    loop.attach()
+    loop.checkpointer.state["kept"] = kept
+    for number in range(3):
+        loop.step(number)
+        seen.fill_(number + 1)
+        kept.fill_(number + 1)
+        loop.checkpointer.commit()
+    settled(loop, 2)
+    loop.die()
+    items = recovered(loop, 2).items[0]
+    for name in ("buffer/seen", "tensor/checkpointer.state/kept"):
+        assert decode_item(name, items[name]).unique().tolist() == [2.0]
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose state holds a dict and a list that its step changes in place."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            seen = self.state[parameter].setdefault("seen", {"count": 0, "last": []})
+            seen["count"] += 1
+            seen["last"].append(parameter.grad.norm())
+            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"] / seen["count"])
+
+
+@pytest.mark.parametrize("settings", [LOG, SURVIVORS])
+def test_what_is_nested_in_optimizer_state_is_of_its_step(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    lowdiff.register_optimizer(Counting, "whole")
+    loop = Loop(tmp_path, make=Counting, settings={"snapshot_every": 2, **settings})
+    loop.attach()
+    trained(loop, *range(4))
+    settled(loop, 2)
+    loop.die()
+    seen = recovered(loop, 2).optimizer_state_dict()["state"][0]["seen"]
+    assert (seen["count"], len(seen["last"])) == (2, 2)
+
+
+@pytest.mark.parametrize("settings", [GRADIENTS, SURVIVORS])
+def test_a_kept_step_is_kept_though_an_evaluation_swaps_weights_behind_it(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    retention = lowdiff.Retention(snapshots=1, every_steps=3)
+    loop = attached(tmp_path, retention=retention, **{**settings, "snapshot_every": 100})
+    for number in range(7):
+        trained(loop, number)
+        if (number + 1) % 3 == 0:
+            own = loop.weights()
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.zero_()
+            loop.model.load_state_dict(own)
+    loop.checkpointer.close()
+    assert [recovered(loop, step).step for step in (3, 6)] == [3, 6]
+
+
+@pytest.mark.parametrize("settings", [GRADIENTS, SURVIVORS])
+def test_a_snapshot_before_the_machine_goes_holds_its_step_though_weights_are_swapped_behind_it(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    loop = attached(tmp_path, **{**settings, "snapshot_every": 100})
+    trained(loop, 0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until(lambda: loop.checkpointer.stats()["preempted"])
+    trained(loop, 2)
+    weights = loop.weights()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.zero_()  # averaged weights are put in to be exported
+    with suppress(lowdiff.LowDiffError):
+        loop.checkpointer.close()
+    shutil.rmtree(tmp_path / "staging")
+    state = recovered(loop)
+    assert state.step == 3
+    assert same(dict(state.model_state_dict()), weights)
+
+
+@pytest.mark.parametrize(("snapshot_every", "every_steps"), [(5, 6), (4, 2)])
+def test_a_kept_step_soon_behind_another_snapshot_is_kept(
+    tmp_path: Path, snapshot_every: int, every_steps: int
+) -> None:
+    retention = lowdiff.Retention(snapshots=1, every_steps=every_steps)
+    loop = attached(
+        tmp_path, retention=retention, **{**GRADIENTS, "snapshot_every": snapshot_every}
+    )
+    trained(loop, *range(13))
+    loop.checkpointer.close()
+    for step in range(every_steps, 13, every_steps):
+        assert recovered(loop, step).step == step
+
+
+def test_memory_that_is_given_back_meanwhile_was_overwritten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = attached(tmp_path, on_error="raise", **LOG)
+    trained(loop, 0, 1)
+    parameters = list(loop.model.parameters())
+    values = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.untyped_storage().resize_(0)  # as for a rollout
+    wait_until(lambda: "LD222" in caplog.text)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.untyped_storage().resize_(value.nbytes)
+        parameter.data.copy_(value)
+    trained(loop, 2, 3)
+    settled(loop, 3)
+    weights = loop.weights()
+    loop.settle()
+    loop.die()
+    assert same(dict(recovered(loop).model_state_dict()), weights)
+
+
+def test_a_commit_under_inference_mode_takes_its_snapshot(tmp_path: Path) -> None:
+    loop = attached(tmp_path, on_error="raise", **LOG)
+    for number in range(4):
+        loop.step(number)
+        with torch.inference_mode():
+            loop.checkpointer.commit()
+    settled(loop, 4)
+    weights = loop.weights()
+    loop.die()
+    assert same(dict(recovered(loop, 4).model_state_dict()), weights)
