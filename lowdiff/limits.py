@@ -26,6 +26,7 @@ PLACES = {
     "memory_patience_seconds": "lowdiff.recovery.sources.folders._PATIENCE_SECONDS",
     "most_body_steps": "lowdiff.attach.memory._MOST_STEPS",
     "process_check_seconds": "lowdiff.persistence.files.detached_process._CHECK_SECONDS",
+    "record_rest_bytes": "lowdiff.protect.memory._SCALAR_BYTES",
     "record_body_bytes": "lowdiff.persistence.format.segment_file._MAX_BODY_BYTES",
     "replay_window_bytes": "lowdiff.recovery.replay.replayer._WINDOW_BYTES",
     "residual_buffer_bytes": "lowdiff.protect.copies.residuals._BUFFER_BYTES",

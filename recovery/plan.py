@@ -212,8 +212,8 @@ def why_not(catalog: Catalog, target: int) -> str:
         return f"retention removed the differential of step {step}"
     if owner is not None and not catalog.incarnations[owner.incarnation].logs_steps:
         return (
-            f"step {step} was made without a compressor, which keeps no differentials: of such a "
-            "part of a run only the newest step and those of snapshots come back"
+            f"step {step} was made with strategy {catalog.incarnations[owner.incarnation].strategy}, of which only steps in "
+            "memory and those of snapshots come back"
         )
     if rebases(catalog, spans, step):
         return (

@@ -38,6 +38,8 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     """
     session = opened.session
     is_lenient = failed or detaches
+    deadline = time.monotonic() + _FINISH_SECONDS
+    session.end_by(_FINISH_SECONDS)
     try:
         if not is_lenient and session.has_finished_step and not session.agreement.has_lost_run:
             session.commit()
@@ -65,7 +67,9 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         patience = _MEET_SECONDS
     opened.session.meter.end("failed" if failed else "closed")
     try:
-        status = session.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
+        if not is_lenient:
+            patience = max(_ABANDON_SECONDS, deadline - time.monotonic())
+        status = session.storage.writer.finish(patience)
     except WriterFailed as error:
         if not is_lenient:
             raise

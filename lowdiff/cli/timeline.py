@@ -87,7 +87,7 @@ def _print(found: Timeline) -> None:
     if not found.steps:
         say(
             f"{found.run} holds a snapshot, but no step to measure: none was made since, only snapshots "
-            "lead to those that were, or none is kept (no compressor). Others may be had: --last STEP"
+            "lead to those that were, or none is logged (no compressor). Others may be had: --last STEP"
         )
         return
     largest = sorted(found.steps, key=lambda s: s.update_norm, reverse=True)[:_STEPS_SHOWN]

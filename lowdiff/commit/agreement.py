@@ -61,6 +61,7 @@ class RankNews:
         objects: The same of all other items.
         held: The newest step of which it holds all that it keeps for ranks on other nodes; -1 for none.
         copied: The newest of which it holds their shares of a snapshot; -1 for none.
+        leads: The newest step to which its newest image in memory leads, by what follows; -1 where none are kept.
     """
 
     incarnation: int
@@ -87,6 +88,7 @@ class RankNews:
     objects: int = 0
     held: int = -1
     copied: int = -1
+    leads: int = -1
 
 
 _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]

@@ -82,7 +82,7 @@ class Images:
         mark = self._publish(size, checksum)
         self.staged_step = self.step
         self.is_owed = False
-        self._retry_after = 1
+        self._retry_step, self._retry_after = -1, 1
         self._trainer.errors.of_snapshot = ""
         self._trainer.counters.snapshots += 1
         return mark

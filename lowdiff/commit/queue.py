@@ -148,6 +148,9 @@ class Queue(Sink, ABC):
                 )
             if trainer.is_over:
                 raise StorageError(f"the training has ended, which waited for {what}")
+            if time.monotonic() > trainer.deadline:
+                trouble = f": {look.writer.error}" if look.writer.error else ""
+                raise StorageError(f"there was no more time to wait for {what}{trouble}")
             if look.writer.error and trainer.raises:
                 raise trainer.errors.failure([trainer.rank])
             with trainer.turn:  # a thread that holds it lets go of it here

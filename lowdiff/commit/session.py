@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -389,6 +390,10 @@ class Session:
         if has_time and has_gap and self.agreement.is_alone and self.is_as_sealed():
             staging.snapshot(self._sealed, self.queue.attend(), waits=True)
             self._show()
+
+    def end_by(self, seconds: float) -> None:
+        """Let nobody wait for storage for longer than some seconds from now."""
+        self._trainer.deadline = time.monotonic() + seconds
 
     def snapshot(self, *, required: bool) -> None:
         """Stage a snapshot of the last step.

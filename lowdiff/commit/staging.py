@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,6 +23,9 @@ from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.protocols import Reducer
 from lowdiff.step.states import Change, Sealed
+
+#: Between two tries to find memory.
+_RETRY_SECONDS = 0.3
 
 
 class Staging:
@@ -331,9 +335,25 @@ class Staging:
             elif is_due:
                 images.make_due()
             if waits and not self._trainer.degrades:
+                if images.step != step and not self._trainer.raises:
+                    look = self._insist(sealed, look)
                 look = self._queue.wait_for_snapshot(look)
                 if self._trainer.world_size == 1:
                     self.reach.close(look.writer.durable_snapshot)
+
+    def _insist(self, sealed: Sealed, look: Look) -> Look:
+        """Wait for the memory of a snapshot without which its step is lost, as training waits for chunks of a log."""
+        images, step = self._queue.images, sealed.differential.step
+        tried = time.monotonic()
+
+        def is_taken(look: Look) -> bool:
+            nonlocal tried
+            if time.monotonic() - tried >= _RETRY_SECONDS:
+                self._take(sealed, required=False, is_prompt=True, is_due=True, trails=False)
+                tried = time.monotonic()
+            return images.step == step
+
+        return self._queue.wait_until(is_taken, f"memory for the snapshot of step {step}", look)
 
     def _take(
         self, sealed: Sealed, *, required: bool, is_prompt: bool, is_due: bool, trails: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -193,6 +194,7 @@ class Trainer:
         errors: What is wrong with storage, and what the user has heard of it.
         page: What its processes, and who watches the run, are told.
         is_over: Whether the training has ended, so that nobody is to wait for storage any more.
+        deadline: Of the monotonic clock: nobody waits longer for storage, as once training ends.
         turn: Held by the thread that fills staging or tells of it, and notified when something is staged. Who waits
             meanwhile lets go of it.
     """
@@ -210,6 +212,7 @@ class Trainer:
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
         self.turn = threading.Condition()
         self.is_over = False
+        self.deadline = math.inf
 
     @property
     def degrades(self) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from lowdiff.core.layout import shares_of
 from lowdiff.core.placement import Node, Peers
+from lowdiff.model.items import ItemTracker
 from lowdiff.model.tracked import Given
 from lowdiff.persistence.staging.budget import StagingNeed
+from lowdiff.recovery.state import FROZEN_ITEM
 from lowdiff.settings import Settings
 from lowdiff.types import Layout
 
@@ -22,6 +26,8 @@ LEAST_CHUNKS = 3
 SECTION_BYTES = 64
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
+#: Of a record: what optimizers used, states of generators, checksums.
+_SCALAR_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class Demand:
         values = (value for entry in entries for value in entry.values())
         held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         averages = len(self.given.averages) * self.model_bytes
-        return self.model_bytes + max(_STATE_TENSORS * self.model_bytes, held) + averages
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        made = _STATE_TENSORS + max(map(_more_state, groups), default=0)
+        return self.model_bytes + max(made * self.model_bytes, held) + averages
 
     @cached_property
     def item_bytes(self) -> int:
@@ -77,7 +85,8 @@ class Demand:
     @property
     def image_bytes(self) -> int:
         """Of the largest share of a snapshot, where ranks divide the state evenly."""
-        return int(self.largest_share * (self.state_bytes / self.model_bytes)) + self.item_bytes
+        per_byte = self.state_bytes / max(self.model_bytes, 1)
+        return int(self.largest_share * per_byte) + self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,27 @@ def largest_share(layout: Layout, world_size: int) -> int:
     return max(sum(parameters[i].nbytes for i in own) for own in shares)
 
 
+def _more_state(group: Mapping[str, Any]) -> int:
+    """Return how many tensors more an optimizer's group asks for, as Adam's ``amsgrad`` and a centered RMSprop do."""
+    is_centered = bool(group.get("centered")) and bool(group.get("momentum"))
+    return bool(group.get("amsgrad")) + is_centered
+
+
+def rest_bytes(tracker: ItemTracker) -> int:
+    """Return what a step's record holds beside gradients, at most: items that may change, generators, scalars."""
+    tensors = tracker.tensors.items()
+    moving = (tensor.nbytes for name, tensor in tensors if not name.startswith(FROZEN_ITEM))
+    return _SCALAR_BYTES + sum(moving)
+
+
 def least_chunk(content_bytes: int = 0) -> int:
     """Return the length of a chunk with room for what comes in one piece."""
     return content_bytes + _MIN_CHUNK_BYTES
+
+
+def chunk_for(record_bytes: int) -> int:
+    """Return the length of a chunk that holds a record, or several where they are small."""
+    return max(record_bytes + record_bytes // 8, _MIN_CHUNK_BYTES)
 
 
 def chunk_of(share_bytes: int) -> int:

@@ -141,7 +141,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             written=last.written,
             earlier=tuple(earlier),
         )
-    except (BadEncoding, KeyError, TypeError, ValueError) as error:
+    except (BadEncoding, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(
             stored.path, f"step {header.step} is no differential ({error})"
         ) from error

@@ -135,7 +135,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         return _verdict(stage, f"{_range(steps)} may be here only: {why}")
     if not left:
         return _verdict(stage, f"its steps are all in {owner.run}", goes=True)
-    return _verdict(stage, f"{_range(left)} are here only; the next attach moves them")
+    return _verdict(stage, f"{_range(left)} are here only; the next attach goes on from them")
 
 
 def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Collection[int]:

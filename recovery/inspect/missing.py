@@ -119,7 +119,7 @@ def _parts(
         end = last if span.last is None else min(last, span.last)
         fence = catalog.incarnations[span.incarnation]
         if begin <= end and not fence.logs_steps:
-            why = f"strategy {fence.strategy} keeps no steps between snapshots"
+            why = f"strategy {fence.strategy} keeps steps between snapshots in memory alone"
             yield MissingSteps(begin, end, why)
         elif begin <= end:
             yield from _of_log(catalog, span, begin, end)

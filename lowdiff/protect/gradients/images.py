@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from lowdiff.commit.images import Images
 from lowdiff.commit.storage import Look, Trainer
 from lowdiff.persistence.files.mapped_file import ImageMark
@@ -20,6 +22,7 @@ class Slots:
     """
 
     def __init__(self, folder: StagingFolder) -> None:
+        self._folder = folder
         self._marks: list[ImageMark | None] = [None] * NUM_KEPT
         self._files = [ImageFile(folder.kept(slot)) for slot in range(NUM_KEPT)]
         self._pages = [
@@ -36,6 +39,13 @@ class Slots:
         """The slot that the next image takes: an empty one, or that of the older image."""
         steps = [-1 if mark is None else mark.step for mark in self._marks]
         return steps.index(min(steps))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed an image that is whole, or the page that says so."""
+        folder = self._folder
+        files = (f(mark.slot) for mark in self.marks for f in (folder.kept, folder.kept_saved))
+        return not all(map(os.path.exists, files))
 
     def mark_of(self, slot: int) -> ImageMark | None:
         """Return the mark of a slot's image."""
@@ -77,6 +87,11 @@ class KeptImages(Images):
     def oldest_step(self) -> int:
         """Step of the older image: gradients up to it lead nowhere. -1 before the first."""
         return min((mark.step for mark in self._slots.marks), default=-1)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed what recovery begins from."""
+        return self._slots.is_gone
 
     @property
     def bytes_held(self) -> int:

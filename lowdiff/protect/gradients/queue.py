@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.pending import MOST_LATE
 from lowdiff.commit.queue import Queue, base_record
 from lowdiff.commit.sinks import Ahead, Handed
@@ -49,16 +50,44 @@ class GradientsQueue(Queue):
         self._log = log
         self._num_steps = num_steps
         self._image_every = max(1, int(num_steps * _PART))
-        #: Newest step that was staged; the one that found no room; the newest that all ranks have staged.
-        self._step = self._given_up = self._committed_step = -1
+        #: Newest step that was staged; the one that found no room.
+        self._step = self._given_up = -1
+        #: The first step since the newest image that only an image holds.
+        self._hole = -1
+        #: The newest step to which every rank's newest image leads, as they said.
+        self._heard_step = -1
         self._has_given_up = False
+        #: Bytes of all steps, and as many as they were when the newest image was taken.
+        self._bytes = self._image_bytes = 0
+        self._image_step = -1
 
     def _lacks_files(self) -> bool:
-        return self._log.is_gone
+        return self._log.is_gone or self.images.is_gone
+
+    @property
+    def _leads(self) -> int:
+        """The newest step to which the newest image leads."""
+        return self._hole - 1 if self._hole > self.images.staged_step else self._step
+
+    @property
+    def _joint_step(self) -> int:
+        """The newest step to which every rank's newest image leads, as far as this one knows."""
+        return self._leads if self._trainer.world_size == 1 else self._heard_step
 
     def needs_image(self, step: int) -> bool:
-        """See `Queue`."""
-        return step - self.images.step >= self._image_every
+        """See `Queue`: steps may be larger than was planned."""
+        if self.images.step != self._image_step:
+            self._image_step, self._image_bytes = self.images.step, self._bytes
+        is_part_full = self._bytes - self._image_bytes >= self._log.most_bytes * _PART
+        return is_part_full or step - self.images.step >= self._image_every
+
+    def news(self, step: int, look: Look) -> dict[str, Any]:
+        """See `Sink`."""
+        return {**super().news(step, look), "leads": self._leads}
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """See `Sink`."""
+        self._heard_step = min(news.leads for news in heard)
 
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`."""
@@ -79,7 +108,12 @@ class GradientsQueue(Queue):
         if self._given_up != step:
             staged = self._append(RecordKind.DIFFERENTIAL, step, handed)
         self._step = step
+        if (handed.sealed.rebases or staged.checksum is None) and self._hole <= (
+            self.images.staged_step
+        ):
+            self._hole = step
         if staged.checksum is not None:
+            self._bytes += staged.staged_bytes
             return staged
         self._log.drop_ahead()
         sealed = handed.sealed
@@ -127,13 +161,13 @@ class GradientsQueue(Queue):
         """
         images = self.images
         size = append(images.oldest_step)
-        if size or not images.oldest_step < images.staged_step <= self._committed_step:
+        if size or not images.oldest_step < images.staged_step <= self._joint_step:
             return size
         # The newer image alone leads on, and all ranks have come so far.
         if not self._has_given_up:
             self._has_given_up = True
             Code.KEPT_STEPS_GIVEN_UP.warn(
-                f"staging memory is full, so steps from {images.oldest_step} to {images.staged_step - 1} are given up before "
+                f"staging memory is full, or steps are larger than was planned, so steps from {images.oldest_step} to {images.staged_step - 1} are given up before "
                 "the next image takes their place; no step after them is lost. Let it hold more (docker: --shm-size), "
                 "or let steps be smaller. This is said once",
                 rank=self._trainer.rank,
@@ -144,7 +178,7 @@ class GradientsQueue(Queue):
     def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
         """See `Queue`: the newer image has to lead on alone, for which all ranks have to have come so far."""
         images = self.images
-        is_apart = images.staged_step > max(self._committed_step, images.oldest_step)
+        is_apart = images.staged_step > max(self._joint_step, images.oldest_step)
         if is_apart and not required:
             images.is_owed |= is_due
             return None  # the next step asks again
@@ -156,11 +190,6 @@ class GradientsQueue(Queue):
                 images.give_up_due(look.writer.durable_snapshot)
         return super().clear_for_snapshot(look, required=required, is_due=is_due)
 
-    def show(self, step: int, committed_step: int, told_step: int) -> int:
-        """See `Sink`."""
-        self._committed_step = committed_step
-        return committed_step
-
     def secure(self, step: int) -> int:
         """See `Queue`: without the live state no other snapshot can be made."""
         return self.images.due_step
@@ -168,12 +197,13 @@ class GradientsQueue(Queue):
     def begin_anew(self, step: int) -> None:
         """See `Queue`: memory leads nowhere before the snapshot that is owed."""
         self._log = self._log.anew()
-        self._step = self._given_up = -1
+        self._step = self._given_up = self._hole = self._heard_step = -1
         super().begin_anew(step)
 
     def figures(self) -> dict[str, Any]:
         """See `Sink`."""
-        kept = 0 if self.images.oldest_step < 0 else max(0, self._step - self.images.oldest_step)
+        oldest = self.images.oldest_step
+        kept = 0 if oldest < 0 else max(0, self._joint_step - oldest)
         return {
             "kept_steps": kept,
             "kept_bytes": self._log.bytes_held + self.images.bytes_held,

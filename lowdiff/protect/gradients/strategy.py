@@ -18,8 +18,9 @@ from lowdiff.protect.memory import (
     SECTION_BYTES,
     Demand,
     Need,
+    chunk_for,
     largest_share,
-    least_chunk,
+    rest_bytes,
 )
 from lowdiff.protect.strategy import Copyable, Uncompressed, refuse_durable_publishing
 from lowdiff.settings import Settings
@@ -49,9 +50,11 @@ class GradientsStrategy(Copyable, Uncompressed):
     def need(self, demand: Demand) -> Need:
         """See `Strategy`: two images, and the gradients of six steps at least."""
         settings = demand.settings
-        body = _body_bytes(demand.given.attached.layout, demand.world_size, demand.num_steps)
-        chunk = least_chunk(body)
-        per_chunk = chunk // body
+        given = demand.given
+        record = _body_bytes(given.attached.layout, demand.world_size, demand.num_steps)
+        record += rest_bytes(given.tracker)
+        chunk = chunk_for(record)
+        per_chunk = chunk // record
 
         def log_bytes(steps: int) -> int:
             return chunk * max(LEAST_CHUNKS, 1 + ceil(steps / per_chunk))
@@ -67,8 +70,9 @@ class GradientsStrategy(Copyable, Uncompressed):
         log = beginning.log(trainer.folder, is_ring=True)
         storage = Storage(beginning.writer, None, beginning.publisher)
         body = _body_bytes(beginning.fence.layout, trainer.world_size, memory.optimizer_steps)
+        per_chunk = memory.chunk_bytes // (body + rest_bytes(beginning.live.tracker))
         # Of one chunk nothing is to be reused yet: it is being written.
-        num_steps = (memory.log_bytes // memory.chunk_bytes - 1) * (memory.chunk_bytes // body)
+        num_steps = (memory.log_bytes // memory.chunk_bytes - 1) * max(per_chunk, 1)
         inform(
             f"gradients of about {num_steps} steps are kept in memory, of which at least a third come back",
             rank=trainer.rank,

@@ -263,7 +263,7 @@ def test_staging_memory_is_listed_and_cleared_of_one_run_or_of_all(
         assert (f"Kept {lost} (" in listed.out) == (arguments != [crashed.run])
         assert sorted(staging.glob("*/i*")) == stages
     assert "to remove it, say `--yes`" in clear().out
-    assert "are here only; the next attach moves them" in clear(killed.run).out
+    assert "are here only; the next attach goes on from them" in clear(killed.run).out
     assert "Would remove 0 folders" in clear(killed.run).out
 
     assert "Removed 0 folders" in clear(killed.run, "--yes").out

@@ -292,7 +292,7 @@ def test_a_step_between_images_is_said_to_have_none_not_to_be_lost(tmp_path: Pat
     life = Life(tmp_path, snapshot_every=4, retention=None)
     life.run(6)
     life.checkpointer.close()
-    made = r"step 1 was made without a compressor.*keeps no differentials.* comes? back"
+    made = r"step 1 was made with strategy replica, of which only .* comes? back"
     with pytest.raises(StepNotFound, match=made) as refused:
         recover(tmp_path / "run", 3, staging=tmp_path / "staging")
     assert "is lost" not in str(refused.value)

@@ -170,6 +170,14 @@ def test_coded_scalars_that_are_no_frame_are_damage(tmp_path: Path) -> None:
             read(with_meta(record, wrong))
 
 
+@pytest.mark.parametrize("scalars", [[], 3, {"steps": [{"averages": []}]}])
+def test_scalars_of_another_kind_are_damage(tmp_path: Path, scalars: object) -> None:
+    record = in_segment(coded_record(staged(tmp_path, differential()), CODEC))
+    meta = zstandard.ZstdCompressor().compress(encode(scalars))
+    with pytest.raises(DamagedFile, match="step 3 is no differential"):
+        read(with_meta(record, meta))
+
+
 def test_coded_scalars_that_would_fill_the_memory_are_damage(tmp_path: Path) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
     record = with_meta(staged(tmp_path, differential()), bomb)

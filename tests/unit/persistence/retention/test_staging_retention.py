@@ -81,7 +81,7 @@ def test_steps_that_are_nowhere_else_stay(run: RunFolder) -> None:
     stage = staged(run, 3)
     verdict = cleared(stage)
     assert (verdict.goes, verdict.run) == (False, str(run.root))
-    assert verdict.reason == "steps 1 to 3 are here only; the next attach moves them"
+    assert verdict.reason == "steps 1 to 3 are here only; the next attach goes on from them"
     assert stage.chunk(0).exists()
     assert cleared(stage, force=True).goes
     assert not stage.root.parent.exists()
@@ -115,7 +115,7 @@ def test_one_step_that_is_not_durable_keeps_the_folder(run: RunFolder) -> None:
     stage = staged(run, 2)
     made_durable(run, stage)
     append(stage, 3)
-    assert cleared(stage).reason == "steps 3 to 3 are here only; the next attach moves them"
+    assert cleared(stage).reason == "steps 3 to 3 are here only; the next attach goes on from them"
 
 
 def test_steps_that_are_durable_no_more_keep_the_folder(run: RunFolder) -> None:
@@ -128,7 +128,7 @@ def test_steps_that_are_durable_no_more_keep_the_folder(run: RunFolder) -> None:
     later = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 7).pack() + whole[records[6].offset :]
     run.segment(0, 0, 7).write_bytes(later)
     flip(path, records[3].offset + 8)
-    assert cleared(stage).reason == "steps 4 to 6 are here only; the next attach moves them"
+    assert cleared(stage).reason == "steps 4 to 6 are here only; the next attach goes on from them"
     assert stage.root.exists()
     write_collected(run, RUN_ID, [(0, 1, 6)])
     assert cleared(stage).goes

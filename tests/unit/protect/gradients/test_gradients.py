@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import pytest
 import torch
 
 from lowdiff import testing
+from lowdiff.commit.images import Images
 from lowdiff.commit.session import Session
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError
+from lowdiff.errors import ConfigError, StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format import image
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.staging.budget import Room
+from lowdiff.persistence.staging.chunks import Chunks
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.inspection import inspect
@@ -38,7 +41,7 @@ class Killed(BaseException):
 @pytest.fixture
 def six_steps() -> Iterator[None]:
     """The least memory: gradients of six steps, of the small model one a chunk."""
-    with testing.limits(staging_chunk_bytes=64, kept_intervals=0):
+    with testing.limits(staging_chunk_bytes=64, kept_intervals=0, record_rest_bytes=0):
         yield
 
 
@@ -194,9 +197,8 @@ def test_steps_that_are_larger_than_was_planned_cost_older_ones_and_then_snapsho
     tmp_path: Path, six_steps: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = loop_in(tmp_path)
-    large = torch.zeros(20_000)
-    loop.model.register_buffer("large", large)
     weights = {loop.attach(): loop.weights()}
+    loop.checkpointer.state["large"] = large = torch.zeros(20_000)
     with caplog.at_level(logging.WARNING, "lowdiff"):
         for number in range(12):
             large += 1.0
@@ -204,6 +206,102 @@ def test_steps_that_are_larger_than_was_planned_cost_older_ones_and_then_snapsho
     assert "LD121" in caplog.text
     loop.die()
     assert assert_recovered(loop, weights) == 12
+
+
+class Full:
+    """Memory that somebody else has filled: no chunk of the log can be made, and no image written."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        reuse, write = Chunks.begin, Images.write
+
+        def begin(chunks: Chunks, *given: Any, **options: Any) -> bool:
+            return not self.is_full and reuse(chunks, *given, **options)
+
+        def written(images: Images, tensors: Any) -> tuple[int, int]:
+            if self.is_full:
+                raise StorageError("no memory is left")
+            return write(images, tensors)
+
+        patch.setattr(Chunks, "begin", begin)
+        patch.setattr(Images, "write", written)
+
+
+def test_training_waits_while_neither_a_step_nor_an_image_finds_memory(
+    tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Full(monkeypatch)
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 4)
+    memory.is_full = True
+
+    def free() -> None:
+        memory.is_full = False
+
+    timer = threading.Timer(0.5, free)
+    timer.start()
+    go_on(loop, weights, 6)
+    assert not memory.is_full
+    timer.join()
+    go_on(loop, weights, 8)
+    stats = loop.checkpointer.stats()
+    assert (stats["committed_step"], stats["waiting_seconds"] > 0.2) == (8, True)
+    loop.die()
+    assert assert_recovered(loop, weights) == 8
+
+
+def test_a_run_that_goes_on_without_memory_is_whole_soon_after_there_is_some(
+    tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Full(monkeypatch)
+    loop = loop_in(tmp_path, backpressure="degrade")
+    weights = trained(loop, 4)
+    memory.is_full = True
+    go_on(loop, weights, 12)
+    stats = loop.checkpointer.stats()
+    # The chunk that is being written may take a step more.
+    assert stats["committed_step"] <= 5
+    assert stats["kept_steps"] <= 5
+    memory.is_full = False
+    for until in range(13, 60):
+        go_on(loop, weights, until)
+        if loop.checkpointer.stats()["committed_step"] == until:
+            break
+        time.sleep(0.02)
+    go_on(loop, weights, until + 20)
+    stats = loop.checkpointer.stats()
+    assert stats["committed_step"] == until + 20
+    loop.die()
+    assert assert_recovered(loop, weights) == until + 20
+
+
+@pytest.mark.parametrize("name", ["copy-0.saved", "copy-1"])
+def test_an_image_that_somebody_removes_is_noticed(
+    tmp_path: Path, six_steps: None, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_in(tmp_path)
+    weights = trained(loop, 8)
+    (stage_of(loop).root / name).unlink()
+    go_on(loop, weights, 12)
+    assert "LD101" in caplog.text
+    loop.die()
+    assert assert_recovered(loop, weights) == 12
+
+
+def test_items_that_change_in_each_step_are_planned_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_in(tmp_path, snapshot_every=100)
+    large = torch.zeros(50_000)
+    loop.model.register_buffer("large", large)
+    weights = {loop.attach(): loop.weights()}
+    for number in range(60):
+        large += 1.0
+        go_on(loop, weights, number + 1)
+    stats = loop.checkpointer.stats()
+    assert stats["kept_steps"] == 60
+    assert stats["ring_fill"] < 0.3
+    assert "LD121" not in caplog.text
 
 
 def test_a_commit_that_is_made_again_stages_its_step_once(

@@ -142,7 +142,7 @@ def test_a_small_run_is_read_whole_and_promises_no_damaged_step(
 def test_steps_between_the_snapshots_of_a_replica_are_not_kept(tmp_path: Path) -> None:
     trained = train(tmp_path, 12, compressor=None, retention=None)
     found = inspect(trained.run, trained.staging)
-    why = "strategy replica keeps no steps between snapshots"
+    why = "strategy replica keeps steps between snapshots in memory alone"
     assert [m.why for m in found.missing] == [why] * len(found.missing)
     assert found.missing[-1].last == 11
     gone = {s for m in found.missing if m.last is not None for s in range(m.first, m.last + 1)}
