@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.values import same
+from lowdiff.protect.gradients.strategy import GradientsStrategy
+from lowdiff.protect.memory import Demand, Need
 from tests.mounts import tmpfs_or_skip
 from tests.unit.loops import Loop
 
@@ -115,3 +118,50 @@ def test_another_folder_than_that_of_the_newest_incarnation_is_refused(
     after = loop_with(tmp_path, other, 10)
     assert after.attach() == 3
     after.checkpointer.close()
+
+
+@pytest.mark.parametrize("strategy", ["log", "gradients", "replica", "survivors"])
+def test_a_model_without_an_element_is_trained(tmp_path: Path, strategy: str) -> None:
+    empty = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(0))])
+    compressor = TopK(0.5) if strategy == "log" else None
+    loop = Loop(tmp_path, empty, settings={"strategy": strategy, "compressor": compressor})
+    loop.attach()
+    for _ in loop.checkpointer.steps(3):
+        empty[0].sum().backward()
+        loop.optimizer.step()
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+    ],
+    ids=["amsgrad", "centered", "plain"],
+)
+def test_images_take_no_more_than_was_planned(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    needs: list[Need] = []
+    need = GradientsStrategy.need
+
+    def noted(strategy: GradientsStrategy, demand: Demand) -> Need:
+        needs.append(need(strategy, demand))
+        return needs[-1]
+
+    monkeypatch.setattr(GradientsStrategy, "need", noted)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 20_000), torch.nn.Linear(20_000, 3))
+    loop = Loop(tmp_path, model, make, {"strategy": "gradients", "compressor": None})
+    loop.attach()
+    for number in loop.checkpointer.steps(12):
+        loop.step(number)
+    images = [path.stat().st_size for path in (tmp_path / "staging").glob("*/*/copy-[01]")]
+    loop.checkpointer.close()
+    assert len(images) == 2
+    assert sum(images) <= 1.01 * needs[-1].staging.snapshot_bytes

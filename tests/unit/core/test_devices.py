@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,3 +161,30 @@ def test_what_is_written_meanwhile_is_copied_unless_it_is_held_before(holds: boo
         arrived = trail.arrived()
     expected = before if holds else tensors
     assert all(map(torch.equal, arrived, expected))
+
+
+class Queue:
+    """Stands for a stream of an accelerator: knows behind which others it runs."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.behind: list[object] = []
+
+    def record_event(self) -> Queue:
+        return self
+
+    def wait_event(self, event: object) -> None:
+        self.behind.append(event)
+
+
+def test_a_body_on_a_stream_of_its_own_runs_behind_what_a_commit_has_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_commit, of_body = Queue(), Queue()
+    monkeypatch.setattr(devices, "stream_of", lambda device: of_commit)
+    devices.go_first(cast(Any, of_body))
+    assert of_body.behind == [of_commit]
+    devices.go_first(cast(Any, of_commit))  # one stream has an order of its own
+    devices.go_first(None)
+    assert not of_commit.behind

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import UsageError
+from lowdiff.errors import UsageError, WriterFailed
 from tests.unit.loops import Loop
 
 
@@ -349,6 +349,33 @@ def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
     (tmp_path / "away").rename(folder)
     again = UserLoop(tmp_path, "called")
     assert again.attach() == 3
+    again.checkpointer.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("backpressure", ["degrade", "block"])
+@pytest.mark.parametrize("strategy", ["gradients", "log"])
+def test_close_ends_though_the_disk_takes_nothing(
+    tmp_path: Path, limits: Callable[..., None], strategy: str, backpressure: str
+) -> None:
+    limits(abandon_seconds=0.5, finish_seconds=2.0)
+    settings = {"strategy": strategy, "backpressure": backpressure, "snapshot_every": 4}
+    compressor = {} if strategy == "log" else {"compressor": None}
+    loop = Loop(tmp_path, settings=settings | compressor)
+    loop.attach()
+    folder = tmp_path / "run"
+    folder.rename(tmp_path / "away")
+    folder.touch()
+    for number in range(6):
+        loop.step(number)
+        loop.checkpointer.commit()
+    with pytest.raises(WriterFailed):
+        loop.checkpointer.close()
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    again = Loop(tmp_path, settings=settings | compressor)
+    assert again.attach() == 6
     again.checkpointer.close()
 
 
