@@ -93,6 +93,10 @@ class Queue(Sink, ABC):
         """Whether an image is to be taken after ``step`` that stays in memory."""
         return False
 
+    def lacks_room_for(self, step: int) -> bool:
+        """Whether a step found no room: training waits, as it does for room, until a snapshot holds it."""
+        return False
+
     def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:
         """Wait for the snapshot before, whose memory the next one takes.
 

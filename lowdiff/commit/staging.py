@@ -335,7 +335,7 @@ class Staging:
             elif is_due:
                 images.make_due()
             if waits and not self._trainer.degrades:
-                if images.step != step and not self._trainer.raises:
+                if images.step != step and self._queue.lacks_room_for(step):
                     look = self._insist(sealed, look)
                 look = self._queue.wait_for_snapshot(look)
                 if self._trainer.world_size == 1:

@@ -50,8 +50,8 @@ class GradientsQueue(Queue):
         self._log = log
         self._num_steps = num_steps
         self._image_every = max(1, int(num_steps * _PART))
-        #: Newest step that was staged; the one that found no room.
-        self._step = self._given_up = -1
+        #: Newest step that was staged; the one that found no room ahead of its record; the newest without room.
+        self._step = self._given_up = self._roomless_step = -1
         #: The first step since the newest image that only an image holds.
         self._hole = -1
         #: The newest step to which every rank's newest image leads, as they said.
@@ -89,6 +89,10 @@ class GradientsQueue(Queue):
         """See `Sink`."""
         self._heard_step = min(news.leads for news in heard)
 
+    def lacks_room_for(self, step: int) -> bool:
+        """See `Queue`."""
+        return self._roomless_step == step and not self._trainer.raises
+
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`."""
         record = base_record(base)
@@ -116,6 +120,7 @@ class GradientsQueue(Queue):
             self._bytes += staged.staged_bytes
             return staged
         self._log.drop_ahead()
+        self._roomless_step = step
         sealed = handed.sealed
         return replace(handed, sealed=replace(sealed, changes=sealed.changes | {Change.NO_ROOM}))
 
