@@ -89,11 +89,6 @@ class StagingLog:
         return self._chunks.bytes_held
 
     @property
-    def most_bytes(self) -> int:
-        """Bytes of all chunks at most."""
-        return self._sizes[1]
-
-    @property
     def dropped_step(self) -> int:
         """Last step that was dropped before it was durable, -1 for none."""
         return self._chunks.dropped_step

@@ -31,6 +31,8 @@ class GradientsQueue(Queue):
 
     Where the log is full, the older image is given up; where that is not enough, the step costs a full snapshot.
 
+    Large because it answers all that a queue is asked.
+
     Args:
         log: Where they lie; as much of it is reused as lies before the older image.
         num_steps: How many steps it is planned for.
@@ -57,9 +59,6 @@ class GradientsQueue(Queue):
         #: The newest step to which every rank's newest image leads, as they said.
         self._heard_step = -1
         self._has_given_up = False
-        #: Bytes of all steps, and as many as they were when the newest image was taken.
-        self._bytes = self._image_bytes = 0
-        self._image_step = -1
 
     def _lacks_files(self) -> bool:
         return self._log.is_gone or self.images.is_gone
@@ -75,11 +74,8 @@ class GradientsQueue(Queue):
         return self._leads if self._trainer.world_size == 1 else self._heard_step
 
     def needs_image(self, step: int) -> bool:
-        """See `Queue`: steps may be larger than was planned."""
-        if self.images.step != self._image_step:
-            self._image_step, self._image_bytes = self.images.step, self._bytes
-        is_part_full = self._bytes - self._image_bytes >= self._log.most_bytes * _PART
-        return is_part_full or step - self.images.step >= self._image_every
+        """See `Queue`."""
+        return step - self.images.step >= self._image_every
 
     def news(self, step: int, look: Look) -> dict[str, Any]:
         """See `Sink`."""
@@ -117,7 +113,6 @@ class GradientsQueue(Queue):
         ):
             self._hole = step
         if staged.checksum is not None:
-            self._bytes += staged.staged_bytes
             return staged
         self._log.drop_ahead()
         self._roomless_step = step
