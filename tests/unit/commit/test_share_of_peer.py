@@ -44,8 +44,8 @@ def shares(
     """A pool's job: of each snapshot the step, this rank's share, and all ranks' as made here."""
     report = []
 
-    def seen(live: Live, sealed: Sealed, *, trails: bool) -> ReadShare:
-        read = share_of(live, sealed, trails=trails)
+    def seen(live: Live, sealed: Sealed, **options: bool) -> ReadShare:
+        read = share_of(live, sealed, **options)
         own = read.images()
         made = [share_of_items(live, sealed, of, {}).images() for of in range(live.world_size)]
         step = sealed.differential.step
