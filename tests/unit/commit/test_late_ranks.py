@@ -104,3 +104,44 @@ def test_what_ranks_take_for_committed_comes_back(
         assert newest <= until
     for (*_, ours), theirs in zip(lives, (first, second), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def keeping(rank: int, world_size: int, folder: str, every_steps: int) -> list[list[torch.Tensor]]:
+    """Train 16 steps whose gradients stay in memory, and close; returns the weights of each."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 4))
+    model = wrapped(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run",
+        staging=f"{folder}/staging",
+        strategy="gradients",
+        snapshot_every=5,
+        retention=lowdiff.Retention(snapshots=1, every_steps=every_steps),
+    )
+    with ExitStack() as late:
+        late.enter_context(as_from_an_accelerator(rank))
+        slow = 0.05 * (rank == 1)
+        late.enter_context(testing.late_copies(least_seconds=slow, most_seconds=0.01 + slow))
+        checkpointer.attach(model, optimizer)
+        weights = [[p.detach().clone() for p in net.parameters()]]
+        for number in range(16):
+            optimizer.zero_grad()
+            model(batch(number, rank, 6, 12)).square().mean().backward()
+            optimizer.step()
+            checkpointer.commit()
+            weights.append([p.detach().clone() for p in net.parameters()])
+        checkpointer.close()
+    return weights
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("every_steps", [3, 1, 6])
+def test_ranks_keep_each_step_that_they_are_to_keep(
+    pool: Pool, tmp_path: Path, every_steps: int
+) -> None:
+    weights, _ = pool.run(keeping, 2, str(tmp_path), every_steps)
+    for step in range(every_steps, 17, every_steps):
+        state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+        found = [value for name, value in state.model_state_dict().items()]
+        assert all(torch.equal(a, b) for a, b in zip(found, weights[step], strict=True)), step
