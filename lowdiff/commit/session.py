@@ -29,8 +29,6 @@ from lowdiff.step.states import Sealed, State
 _WAITED_FOR = frozenset({Why.UNREPLAYABLE, Why.OTHER_RANK, Why.STAGING_RENEWED})
 #: Another step's is as good, so these may be given up for a later one.
 _REPEATED = frozenset({Why.INTERVAL, Why.RING})
-#: Of this very step, as all ranks know alike: no later one takes its place.
-_PROMISED = frozenset({Why.KEPT, Why.PREEMPTED})
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
 _compiling_callback: Callable[[], object] = getattr(
@@ -78,6 +76,7 @@ class Session:
         #: Behind the newest optimizer step, on its device.
         self._mark = devices.mark(live.attached.device)
         self._stream: torch.Stream | None = None
+        self._is_stopping = False
         self._sealed = recorder.base()
         staging.stage_base(self._sealed)
         self._show()
@@ -247,12 +246,14 @@ class Session:
             look = self._staging.stage(sealed, look)
             has_gap = self._advance(sealed, heard)
         is_preempted = self.agreement.is_preempted
+        # All ranks know these alike, whatever else one of them needs a snapshot for.
+        if self._schedule.cadence.is_kept(self.step) or (is_preempted and not self._is_stopping):
+            self._hear_of_all_steps()
+        self._is_stopping = is_preempted
         why = self._schedule.settle(
             self.step, heard, look, rebases=has_gap, is_preempted=is_preempted
         )
         if why is not None:
-            if why in _PROMISED:
-                self._hear_of_all_steps()
             self._staging.snapshot(
                 sealed,
                 look,
@@ -266,7 +267,7 @@ class Session:
     def _hear_of_all_steps(self) -> None:
         """Have all ranks stage what is on its way, and hear of it; all call it behind the same step.
 
-        Else a snapshot that takes another one's place in memory would be put off until they have.
+        Else a snapshot of this very step, which takes another one's place in memory, would be put off until they have.
         """
         if self.queue.logs_steps or not self.queue.most_late or not devices.comes_late(self.device):
             return

@@ -6,6 +6,8 @@ ranks whose steps arrive late find at different commits; or one rank alone loads
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,8 +108,13 @@ def test_what_ranks_take_for_committed_comes_back(
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def keeping(rank: int, world_size: int, folder: str, every_steps: int) -> list[list[torch.Tensor]]:
-    """Train 16 steps whose gradients stay in memory, and close; returns the weights of each."""
+def keeping(
+    rank: int, world_size: int, folder: str, every_steps: int, loads: bool
+) -> list[list[torch.Tensor]]:
+    """Train 16 steps whose gradients stay in memory, and close; returns the weights of each.
+
+    Where one ``loads``, rank 0 alone needs a snapshot of some steps.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 4))
     model = wrapped(net)
@@ -128,7 +135,12 @@ def keeping(rank: int, world_size: int, folder: str, every_steps: int) -> list[l
         for number in range(16):
             optimizer.zero_grad()
             model(batch(number, rank, 6, 12)).square().mean().backward()
+            if loads and rank == 0 and number % 3 == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
             optimizer.step()
+            if loads and rank == 1 and number == 9:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.1)
             checkpointer.commit()
             weights.append([p.detach().clone() for p in net.parameters()])
         checkpointer.close()
@@ -136,11 +148,11 @@ def keeping(rank: int, world_size: int, folder: str, every_steps: int) -> list[l
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("every_steps", [3, 1, 6])
+@pytest.mark.parametrize(("every_steps", "loads"), [(3, True), (3, False), (1, False), (6, False)])
 def test_ranks_keep_each_step_that_they_are_to_keep(
-    pool: Pool, tmp_path: Path, every_steps: int
+    pool: Pool, tmp_path: Path, every_steps: int, loads: bool
 ) -> None:
-    weights, _ = pool.run(keeping, 2, str(tmp_path), every_steps)
+    weights, _ = pool.run(keeping, 2, str(tmp_path), every_steps, loads)
     for step in range(every_steps, 17, every_steps):
         state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
         found = [value for name, value in state.model_state_dict().items()]
