@@ -94,7 +94,7 @@ class Queue(Sink, ABC):
         return False
 
     def lacks_room_for(self, step: int) -> bool:
-        """Whether a step found no room: training waits, as it does for room, until a snapshot holds it."""
+        """Whether a step, or one before it, found no room: training waits, as for room, until a snapshot holds it."""
         return False
 
     def clear_for_snapshot(self, look: Look, *, required: bool, is_due: bool) -> Look | None:

@@ -230,8 +230,8 @@ class Session:
         try:
             self._commit()
         finally:
-            devices.go_first(self._stream)  # what was queued here reads what the next body writes
             self.gate.leave()
+            devices.go_first(self._stream)  # what was queued here reads what the next body writes
 
     def _commit(self) -> None:
         devices.follow(self._mark)  # a body may run on a stream of the user's
@@ -269,8 +269,8 @@ class Session:
 
         Else a snapshot of this very step, which takes another one's place in memory, would be put off until they have.
         """
-        if self.queue.logs_steps or not self.queue.most_late or not devices.comes_late(self.device):
-            return
+        if self.queue.logs_steps or not self.queue.most_late:
+            return  # no image takes another one's place
         self._staging.wait_for_all()
         if not self.agreement.is_alone:
             self.agreement.settle(self.hear())

@@ -106,7 +106,8 @@ def scan(
         # A replica's queue may have gigabytes, of which almost nothing is needed, so skip
         # checksums.
         check = check_all or is_log(stage)
-        is_live = is_locked(stage.trainer_lock) is not False
+        # Without its lock nobody knows.
+        is_live = is_locked(stage.trainer_lock) is not False or not stage.trainer_lock.exists()
         for path, record in staged_records(stage, check=check):
             # A BASE record stands at its incarnation's base step, where no differential can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):

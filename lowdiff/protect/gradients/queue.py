@@ -54,8 +54,8 @@ class GradientsQueue(Queue):
         self._image_every = max(1, int(num_steps * _PART))
         #: Newest step that was staged; the one that found no room ahead of its record; the newest without room.
         self._step = self._given_up = self._roomless_step = -1
-        #: The first step since the newest image that only an image holds.
-        self._hole = -1
+        #: Steps that only an image holds, of which the newest image may be one.
+        self._holes: list[int] = []
         #: The newest step to which every rank's newest image leads, as they said.
         self._heard_step = -1
         self._has_given_up = False
@@ -66,7 +66,8 @@ class GradientsQueue(Queue):
     @property
     def _leads(self) -> int:
         """The newest step to which the newest image leads."""
-        return self._hole - 1 if self._hole > self.images.staged_step else self._step
+        staged_step = self.images.staged_step
+        return min((hole - 1 for hole in self._holes if hole > staged_step), default=self._step)
 
     @property
     def _joint_step(self) -> int:
@@ -87,7 +88,7 @@ class GradientsQueue(Queue):
 
     def lacks_room_for(self, step: int) -> bool:
         """See `Queue`."""
-        return self._roomless_step == step and not self._trainer.raises
+        return self._roomless_step > self.images.staged_step and not self._trainer.raises
 
     def stage_base(self, base: Handed) -> Handed:
         """See `Sink`."""
@@ -103,21 +104,22 @@ class GradientsQueue(Queue):
         """See `Sink`: a step that finds no room needs a snapshot."""
         step = handed.sealed.differential.step
         if step <= self._step:  # a commit that was interrupted is made again
-            return replace(handed, checksum=self._log.checksum)
+            is_roomless = step == self._roomless_step
+            return (
+                _roomless(handed) if is_roomless else replace(handed, checksum=self._log.checksum)
+            )
         staged = handed
         if self._given_up != step:
             staged = self._append(RecordKind.DIFFERENTIAL, step, handed)
         self._step = step
-        if (handed.sealed.rebases or staged.checksum is None) and self._hole <= (
-            self.images.staged_step
-        ):
-            self._hole = step
+        if handed.sealed.rebases or staged.checksum is None:
+            self._holes = [hole for hole in self._holes if hole > self.images.staged_step]
+            self._holes.append(step)
         if staged.checksum is not None:
             return staged
         self._log.drop_ahead()
         self._roomless_step = step
-        sealed = handed.sealed
-        return replace(handed, sealed=replace(sealed, changes=sealed.changes | {Change.NO_ROOM}))
+        return _roomless(handed)
 
     def _append(self, kind: RecordKind, step: int, handed: Handed) -> Handed:
         """Stage a record behind what is staged ahead of it; without a checksum if there is no room."""
@@ -197,7 +199,8 @@ class GradientsQueue(Queue):
     def begin_anew(self, step: int) -> None:
         """See `Queue`: memory leads nowhere before the snapshot that is owed."""
         self._log = self._log.anew()
-        self._step = self._given_up = self._hole = self._heard_step = -1
+        self._step = self._given_up = self._roomless_step = self._heard_step = -1
+        self._holes.clear()
         super().begin_anew(step)
 
     def figures(self) -> dict[str, Any]:
@@ -209,3 +212,9 @@ class GradientsQueue(Queue):
             "kept_bytes": self._log.bytes_held + self.images.bytes_held,
             "ring_fill": kept / self._num_steps,
         }
+
+
+def _roomless(handed: Handed) -> Handed:
+    """Return a step that found no room: only a snapshot holds it."""
+    sealed = handed.sealed
+    return replace(handed, sealed=replace(sealed, changes=sealed.changes | {Change.NO_ROOM}))

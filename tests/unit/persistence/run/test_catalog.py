@@ -239,7 +239,7 @@ def test_a_staged_record_that_is_overwritten_after_it_was_listed_is_not_believed
 
 
 def test_what_a_dead_trainer_staged_is_read_where_it_lies(folder: RunFolder, staging: Path) -> None:
-    stage(staging, [1, 2])
+    stage(staging, [1, 2]).trainer_lock.touch()
     stored = scan(folder, [staging]).records[0, 0][2]
     body = np.frombuffer(stored.record.body, np.uint8)
     for section in read_differential(stored, Codec()).payload.sections:
