@@ -15,6 +15,7 @@ import torch
 
 from lowdiff import testing
 from lowdiff.commit.images import Images
+from lowdiff.commit.pending import Reach
 from lowdiff.commit.session import Session
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StorageError
@@ -273,6 +274,28 @@ def test_a_run_that_goes_on_without_memory_is_whole_soon_after_there_is_some(
     assert stats["committed_step"] == until + 20
     loop.die()
     assert assert_recovered(loop, weights) == until + 20
+
+
+def test_a_step_without_room_that_is_staged_again_has_none_again(
+    tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Full(monkeypatch)
+    loop = loop_in(tmp_path, backpressure="degrade")
+    weights = trained(loop, 4)
+    memory.is_full = True
+    loop.step(4)
+
+    def broken_off(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reach, "staged", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            loop.checkpointer.commit()
+    loop.checkpointer.commit()
+    assert loop.checkpointer.stats()["committed_step"] == 4
+    loop.die()
+    assert assert_recovered(loop, weights) == 4
 
 
 @pytest.mark.parametrize("name", ["copy-0.saved", "copy-1"])
