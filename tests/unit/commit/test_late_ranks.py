@@ -109,7 +109,7 @@ def test_what_ranks_take_for_committed_comes_back(
 
 
 def keeping(
-    rank: int, world_size: int, folder: str, every_steps: int, loads: bool
+    rank: int, world_size: int, folder: str, every_steps: int, loads: bool, is_late: bool
 ) -> list[list[torch.Tensor]]:
     """Train 16 steps whose gradients stay in memory, and close; returns the weights of each.
 
@@ -127,9 +127,10 @@ def keeping(
         retention=lowdiff.Retention(snapshots=1, every_steps=every_steps),
     )
     with ExitStack() as late:
-        late.enter_context(as_from_an_accelerator(rank))
-        slow = 0.05 * (rank == 1)
-        late.enter_context(testing.late_copies(least_seconds=slow, most_seconds=0.01 + slow))
+        if is_late:
+            late.enter_context(as_from_an_accelerator(rank))
+            slow = 0.05 * (rank == 1)
+            late.enter_context(testing.late_copies(least_seconds=slow, most_seconds=0.01 + slow))
         checkpointer.attach(model, optimizer)
         weights = [[p.detach().clone() for p in net.parameters()]]
         for number in range(16):
@@ -148,11 +149,14 @@ def keeping(
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("every_steps", "loads"), [(3, True), (3, False), (1, False), (6, False)])
+@pytest.mark.parametrize(
+    ("every_steps", "loads", "is_late"),
+    [(3, True, True), (4, True, False), (3, False, True), (1, False, True), (6, False, True)],
+)
 def test_ranks_keep_each_step_that_they_are_to_keep(
-    pool: Pool, tmp_path: Path, every_steps: int, loads: bool
+    pool: Pool, tmp_path: Path, every_steps: int, loads: bool, is_late: bool
 ) -> None:
-    weights, _ = pool.run(keeping, 2, str(tmp_path), every_steps, loads)
+    weights, _ = pool.run(keeping, 2, str(tmp_path), every_steps, loads, is_late)
     for step in range(every_steps, 17, every_steps):
         state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
         found = [value for name, value in state.model_state_dict().items()]
