@@ -38,8 +38,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     """
     session = opened.session
     is_lenient = failed or detaches
-    deadline = time.monotonic() + _FINISH_SECONDS
-    session.end_by(_FINISH_SECONDS)
+    deadline = session.end_within(_FINISH_SECONDS)
     try:
         if not is_lenient and session.has_finished_step and not session.agreement.has_lost_run:
             session.commit()

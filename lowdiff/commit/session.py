@@ -271,7 +271,7 @@ class Session:
         """
         if self.queue.logs_steps or not self.queue.most_late:
             return  # no image takes another one's place
-        self._staging.wait_for_all()
+        self._staging.wait_for_steps(0)
         if not self.agreement.is_alone:
             self.agreement.settle(self.hear())
             self._tell()
@@ -392,9 +392,10 @@ class Session:
             staging.snapshot(self._sealed, self.queue.attend(), waits=True)
             self._show()
 
-    def end_by(self, seconds: float) -> None:
-        """Let nobody wait for storage for longer than some seconds from now."""
+    def end_within(self, seconds: float) -> float:
+        """Let nobody wait for storage for longer than some seconds from now; returns when they are over."""
         self._trainer.deadline = time.monotonic() + seconds
+        return self._trainer.deadline
 
     def snapshot(self, *, required: bool) -> None:
         """Stage a snapshot of the last step.

@@ -79,13 +79,12 @@ class Staging:
 
     def wait_for_room(self) -> None:
         """Wait until one more step may be on its way from an accelerator, or what staging met is to be raised."""
-        if self._pending:
-            self._pending.wait_until(lambda: self.num_pending < self._queue.most_late)
+        self.wait_for_steps(self._queue.most_late - 1)
 
-    def wait_for_all(self) -> None:
-        """Wait until every step that has ended is staged, or what staging met is to be raised."""
+    def wait_for_steps(self, most: int) -> None:
+        """Wait until so many steps at most are on their way, or what staging met is to be raised."""
         if self._pending:
-            self._pending.wait_until(lambda: self.num_pending == 0)
+            self._pending.wait_until(lambda: self.num_pending <= most)
 
     def make_room(self) -> None:
         """The same, and raise what staging met meanwhile.

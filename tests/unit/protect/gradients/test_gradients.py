@@ -228,13 +228,20 @@ class Full:
         patch.setattr(Images, "write", written)
 
 
+def without_memory(
+    folder: Path, patch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Full, Loop, Weights]:
+    """Train four steps; then there is no more memory."""
+    memory, loop = Full(patch), loop_in(folder, **settings)
+    weights = trained(loop, 4)
+    memory.is_full = True
+    return memory, loop, weights
+
+
 def test_training_waits_while_neither_a_step_nor_an_image_finds_memory(
     tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Full(monkeypatch)
-    loop = loop_in(tmp_path)
-    weights = trained(loop, 4)
-    memory.is_full = True
+    memory, loop, weights = without_memory(tmp_path, monkeypatch)
 
     def free() -> None:
         memory.is_full = False
@@ -254,10 +261,7 @@ def test_training_waits_while_neither_a_step_nor_an_image_finds_memory(
 def test_a_run_that_goes_on_without_memory_is_whole_soon_after_there_is_some(
     tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Full(monkeypatch)
-    loop = loop_in(tmp_path, backpressure="degrade")
-    weights = trained(loop, 4)
-    memory.is_full = True
+    memory, loop, weights = without_memory(tmp_path, monkeypatch, backpressure="degrade")
     go_on(loop, weights, 12)
     stats = loop.checkpointer.stats()
     # The chunk that is being written may take a step more.
@@ -279,10 +283,7 @@ def test_a_run_that_goes_on_without_memory_is_whole_soon_after_there_is_some(
 def test_a_step_without_room_that_is_staged_again_has_none_again(
     tmp_path: Path, six_steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Full(monkeypatch)
-    loop = loop_in(tmp_path, backpressure="degrade")
-    weights = trained(loop, 4)
-    memory.is_full = True
+    _, loop, weights = without_memory(tmp_path, monkeypatch, backpressure="degrade")
     loop.step(4)
 
     def broken_off(*given: Any, **options: Any) -> None:
