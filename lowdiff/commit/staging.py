@@ -77,9 +77,14 @@ class Staging:
         """How many steps have ended and are not staged; for any thread."""
         return max(0, self._ended_step - self.reach.step)
 
+    @property
+    def _most_before(self) -> int:
+        """How many steps may be on their way when another one begins to; a snapshot alone may be pending as well."""
+        return max(self._queue.most_late - 1, 0)
+
     def wait_for_room(self) -> None:
         """Wait until one more step may be on its way from an accelerator, or what staging met is to be raised."""
-        self.wait_for_steps(self._queue.most_late - 1)
+        self.wait_for_steps(self._most_before)
 
     def wait_for_steps(self, most: int) -> None:
         """Wait until so many steps at most are on their way, or what staging met is to be raised."""
@@ -95,7 +100,7 @@ class Staging:
             LowDiffError: What else a step was found to be when it was here.
         """
         if self._pending:
-            self._pending.finish(lambda: self.num_pending < self._queue.most_late)
+            self._pending.finish(lambda: self.num_pending <= self._most_before)
 
     def hold(self) -> None:
         """Have the device copy the rest of a snapshot before it does what is queued from now on; the host goes on.
